@@ -3,7 +3,7 @@
 TensorFlow keeps the programs of each device apart: every device compiles every program. With a directory for compiled
 programs (`--tf_xla_persistent_cache_directory` in TF_XLA_FLAGS), a device reads the file of another device. Devices
 that reach a program at the same time still compile it several times. `start` compiles a program for one device in a
-thread, and lets the other devices read the file. `wait` waits for these threads at the end of the trace.
+thread, and lets the other devices read the file. `wait` waits for that at the end of the trace.
 
 TensorFlow finds a compiled program by the attributes of the operation and the shapes of its inputs. `start` runs an
 operation with the attributes that DTensor gives the operation in the step. The name of a file depends on the name of
@@ -11,6 +11,7 @@ the operation, too.
 """
 
 import atexit
+import concurrent.futures
 import os
 import shutil
 import tempfile
@@ -27,7 +28,10 @@ _OPTION = "--tf_xla_persistent_cache_directory"
 
 # True if the devices of this process share compiled programs.
 _is_shared = False
-_threads: list[threading.Thread] = []
+# One after the other: each program runs once, on zeros.
+_pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfshard-compilation")
+_waiting: list[concurrent.futures.Future[None]] = []
+_lock = threading.Lock()
 
 
 def share() -> None:
@@ -43,18 +47,29 @@ def share() -> None:
     if before is not None and _OPTION in before:
         _is_shared = True
         return
-    if _private.devices_are_listed():
+    is_file = before is not None and not before.lstrip().startswith("-")  # Flags in a file cannot be added to.
+    if is_file or _private.devices_are_listed():
         return
-    directory = tempfile.mkdtemp(prefix="tfshard-programs-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    try:
+        directory = tempfile.mkdtemp(prefix="tfshard-programs-")
+    except OSError:
+        return  # Each device compiles.
+    atexit.register(_remove, directory, os.getpid())
     os.environ[_FLAGS] = " ".join([*filter(None, [before]), f"{_OPTION}={directory}"])
-    tf.config.list_physical_devices()
-    # A process that the script starts makes another directory.
-    if before is None:
-        del os.environ[_FLAGS]
-    else:
-        os.environ[_FLAGS] = before
+    try:
+        tf.config.list_physical_devices()
+    finally:
+        # A process that the script starts makes another directory.
+        if before is None:
+            del os.environ[_FLAGS]
+        else:
+            os.environ[_FLAGS] = before
     _is_shared = True
+
+
+def _remove(directory: str, process: int) -> None:
+    if os.getpid() == process:  # Not in a fork.
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def start(module: bytes, inputs: Sequence[tf.TensorSpec], results: Sequence[tf.TensorSpec], mesh: dtensor.Mesh) -> None:
@@ -67,7 +82,7 @@ def start(module: bytes, inputs: Sequence[tf.TensorSpec], results: Sequence[tf.T
         mesh: The mesh of the step.
     """
     devices = mesh.local_devices()
-    if not _is_shared or len(devices) < 2:
+    if len(devices) < 2:
         return
 
     def run_on(device: str) -> None:
@@ -90,12 +105,15 @@ def start(module: bytes, inputs: Sequence[tf.TensorSpec], results: Sequence[tf.T
         except tf.errors.OpError:
             pass  # The step raises the error, and names the block.
 
-    thread = threading.Thread(target=compile_, name="tfshard-compilation")
-    thread.start()
-    _threads.append(thread)
+    # The functions above are traced in any case: a client that does not share counts operations like the others.
+    if _is_shared:
+        with _lock:
+            _waiting.append(_pool.submit(compile_))
 
 
 def wait() -> None:
     """Wait until all programs are compiled that `start` began to compile."""
-    while _threads:
-        _threads.pop().join()
+    with _lock:
+        waiting, _waiting[:] = list(_waiting), []
+    for each in waiting:
+        each.result()

@@ -77,15 +77,9 @@ def can_mark(model: keras.Model) -> bool:
         return False
 
 
-def layers_of(model: keras.Model) -> list[keras.Layer]:
-    """Return the layers of a model that are blocks by themselves. Blocks that are groups of layers are left out.
-
-    Raises:
-        StrategyError: The model is not built or has no blocks.
-    """
-    found = list(_blocks_of(model, AUTO).values())
-    counts = collections.Counter(name for _, name in found)
-    return [layer for layer, name in found if counts[name] == 1]
+def repeated_layers(model: keras.Model) -> list[keras.Layer]:
+    """Return the layers of a built model that hold layers and occur several times, the outermost ones."""
+    return _repeated([layer for layer in _private.flatten_layers(model) if layer is not model])
 
 
 def keeps_of(patch: layer_patch.LayerPatch) -> frozenset[str]:
@@ -148,8 +142,8 @@ def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> _Blocks:
     return _found(layers) if blocks == AUTO else _matched(layers, blocks)
 
 
-def _found(layers: Sequence[keras.Layer]) -> _Blocks:
-    """Return the layers of repeated blocks."""
+def _repeated(layers: Sequence[keras.Layer]) -> list[keras.Layer]:
+    """Return the outermost layers that hold layers and repeat."""
     inside: set[int] = set()
     by_kind: dict[tuple[type, frozenset[type]], list[keras.Layer]] = collections.defaultdict(list)
     for layer in layers:
@@ -161,7 +155,12 @@ def _found(layers: Sequence[keras.Layer]) -> _Blocks:
     # The outermost: a layer in a block is part of it.
     for layer in repeated:
         inside.update(id(each) for each in _private.flatten_layers(layer) if each is not layer)
-    found = {id(layer): (layer, layer.path or layer.name) for layer in repeated if id(layer) not in inside}
+    return [layer for layer in repeated if id(layer) not in inside]
+
+
+def _found(layers: Sequence[keras.Layer]) -> _Blocks:
+    """Return the layers of repeated blocks."""
+    found = {id(layer): (layer, layer.path or layer.name) for layer in _repeated(layers)}
     if found:
         return found
     named = {id(layer): (layer, match.group(1)) for layer in layers if (match := _NAMED_BLOCK.fullmatch(layer.name))}

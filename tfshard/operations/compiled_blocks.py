@@ -25,7 +25,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import local_shards, transfer
-from tfshard.errors import StrategyError, warn
+from tfshard.errors import UnsupportedOperationError, warn
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import blocks, layer_patch, local_traces, programs, row_proof, samples
 from tfshard.operations.layer_patch import COMPILED
@@ -38,10 +38,7 @@ from tfshard.storage.recomputing import PRODUCTS
 
 def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
     """Compile the blocks of a model: the layers that `strategy.recompute` would choose by itself."""
-    try:
-        found = blocks.layers_of(model)
-    except StrategyError:
-        found = []
+    found = blocks.repeated_layers(model)
     if not found:
         warn(
             f"Model '{model.name}' has no blocks to compile: no layer with sublayers repeats. jit_compile=True changes "
@@ -148,9 +145,6 @@ def forget_warnings() -> None:
 _pairs: collections.OrderedDict[Hashable, _Pair | str] = collections.OrderedDict()
 _MOST = 256
 
-# The local results of programs, by the global tensor that was made of each.
-_local_of: weakref.WeakKeyDictionary[tf.Graph, dict[Hashable, tf.Tensor]] = weakref.WeakKeyDictionary()
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Gradients:
@@ -236,10 +230,12 @@ class _TracedCall:
         Raises:
             NotByRowsError: The block cannot be compiled.
         """
-        trace, records, kept = self._trace, _private.could_record(), self._kept()
+        trace, other, records, kept = self._trace, self._other_trace(), _private.could_record(), self._kept()
         written = [value for _, value in trace.variables.writes.values()]
         key: tuple[Hashable, ...] = (
             programs.digest(trace.operations, [*trace.outputs, *self._inputs(trace), *written]),
+            # Blocks that are equal for these samples may differ for others: then the proof of one says nothing.
+            None if other is None else programs.digest(other.operations, other.outputs),
             tuple(self._are_samples),
             self._devices,
             self._mesh.device_type(),
@@ -256,7 +252,7 @@ class _TracedCall:
             if gradients is None:
                 gradients = self._differentiated() if records else _Gradients()
             try:
-                _pairs[key] = self._lowered(gradients, kept)
+                _pairs[key] = self._lowered(gradients, kept, other)
             except NotByRowsError as error:
                 _pairs[key] = str(error)
             while len(_pairs) > _MOST:
@@ -270,7 +266,9 @@ class _TracedCall:
     def _kept(self) -> frozenset[str]:
         """Return the types of operations whose results the backward pass takes from the forward pass."""
         marks = [each for each in layer_patch.patches_on(self._layer) if each.change is layer_patch.BLOCK]
-        return blocks.keeps_of(marks[0]) if marks else PRODUCTS
+        if marks:
+            return blocks.keeps_of(marks[0])
+        return PRODUCTS if _private.remat_mode(self._layer) in (None, "activations") else frozenset()
 
     def _differentiated(self) -> _Gradients:
         trace, inputs = self._trace, self._inputs(self._trace)
@@ -282,10 +280,10 @@ class _TracedCall:
             found = [(n, tf.convert_to_tensor(each)) for n, each in zip(numbers, made, strict=True) if each is not None]
         return _Gradients([(n, up) for (n, _), up in zip(outputs, ups, strict=True)], found)
 
-    def _lowered(self, gradients: _Gradients, kept: frozenset[str]) -> _Pair:
+    def _lowered(self, gradients: _Gradients, kept: frozenset[str], other: LocalTrace | None) -> _Pair:
         trace, inputs = self._trace, self._inputs(self._trace)
         self._check_outside()
-        of_outputs, of_drawn = self._proved()
+        of_outputs, of_drawn = self._proved(other)
         targets, upstreams = [each for _, each in gradients.targets], [each for _, each in gradients.upstreams]
         saved = self._saved(targets, kept)
         has = self._input_samples(of_drawn)
@@ -305,10 +303,8 @@ class _TracedCall:
     def _program(self, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> Program:
         try:
             return programs.lower(inputs, outputs, self._mesh)
-        except Exception as error:
-            if not programs.is_of_xla(error):
-                raise
-            raise NotByRowsError(f"XLA cannot compile it. {programs.reason_of(error)}") from error
+        except programs.NotCompiledError as error:
+            raise NotByRowsError(f"XLA cannot compile it. {error}") from error
 
     def _saved(self, targets: Sequence[tf.Tensor], kept: frozenset[str]) -> list[tf.Tensor]:
         """Return what the backward pass takes from the forward pass."""
@@ -333,22 +329,27 @@ class _TracedCall:
             if any(each.ref() in inside for each in operation.outputs) or operation.type in _private.ALL_RANDOM_OPS:
                 raise NotByRowsError("it writes to a variable, or draws, what depends on the samples")
 
-    def _proved(self) -> tuple[list[bool], list[bool]]:
-        """Return whether each output, and each random tensor, has samples."""
+    def _other_trace(self) -> LocalTrace | None:
+        """Return the trace for a prime number of samples, for the proof. None if no input has samples."""
         trace = self._trace
         if not any(self._are_samples):
-            return [False] * len(trace.outputs), [False] * len(trace.drawn)
+            return None
         shapes = [tuple(each.shape) for each in trace.arguments]
         rows = [shape[0] for shape, has in zip(shapes, self._are_samples, strict=True) if has]
-        samples_in_all = math.gcd(*rows)
-        prime = row_proof.prime_for(shapes)
-        other = self._traced(
+        tensors = [each for operation in trace.operations for each in operation.outputs]
+        prime = row_proof.prime_for([each.shape for each in tensors if each.shape.is_fully_defined()])
+        return self._traced(
             [
-                (shape[0] // samples_in_all * prime, *shape[1:]) if has else shape
+                (shape[0] // math.gcd(*rows) * prime, *shape[1:]) if has else shape
                 for shape, has in zip(shapes, self._are_samples, strict=True)
             ]
         )
-        return row_proof.samples_in(self._with_samples(trace), self._with_samples(other))
+
+    def _proved(self, other: LocalTrace | None) -> tuple[list[bool], list[bool]]:
+        """Return whether each output, and each random tensor, has samples."""
+        if other is None:
+            return [False] * len(self._trace.outputs), [False] * len(self._trace.drawn)
+        return row_proof.samples_in(self._with_samples(self._trace), self._with_samples(other))
 
     def _with_samples(self, trace: LocalTrace) -> row_proof.Trace:
         has = [each for each, has in zip(trace.arguments, self._are_samples, strict=True) if has]
@@ -395,30 +396,45 @@ class _TracedCall:
             left, entered, saved = forward(tensors)
 
             def backward(*upstreams: tf.Tensor) -> list[tf.Tensor | None]:
-                assert pair.backward is not None
-                ups = [self._upstream(upstreams[n], pair.outputs[n], any(has)) for n in pair.upstreams]
-                made = pair.backward.call([*entered, *saved, *ups])
                 found: list[tf.Tensor | None] = [None] * len(tensors)
+                if pair.backward is None:
+                    return found
+                ups = [self._upstream(upstreams[n], pair.outputs[n], any(has)) for n in pair.upstreams]
+                made = self._called_once(pair.backward, [*entered, *saved, *ups])
                 for number, gradient in zip(pair.gradients, made, strict=True):
                     found[number] = self._gradient(gradient, has[number], any(has))
                 return found
 
             return left, backward
 
-        results = forward(given)[0] if pair.backward is None else list(tf.custom_gradient(differentiable)(*given))
+        records = _private.could_record()
+        results = list(tf.custom_gradient(differentiable)(*given)) if records else forward(given)[0]
         for result, local, rows in zip(results, locals_, pair.outputs, strict=True):
             if rows:
                 _note_local(result, local)
         return results
+
+    def _called_once(self, program: Program, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Run a backward program. Its result has no gradient."""
+        if not _private.could_record():
+            return program.call(inputs)
+
+        def refuse(*_: tf.Tensor) -> Any:
+            raise UnsupportedOperationError(
+                f"Compiled block '{self._layer.path or self._layer.name}' has no second derivative. Compile the model "
+                "without jit_compile=True."
+            )
+
+        return list(tf.custom_gradient(lambda *tensors: (program.call(tensors), refuse))(*inputs))
 
     def _layout(self, rank: int, has_samples: bool) -> tuple[str | None, ...]:
         return tuple(self._axes.data if has_samples and dim == 0 else None for dim in range(rank))
 
     def _entered(self, tensor: tf.Tensor, has_samples: bool) -> tf.Tensor:
         """Return the local shard of a tensor, for a program."""
-        local = _local_of.get(tensor.graph, {}).get(tensor.ref()) if has_samples else None
+        local = _locals_of(tensor).get(("local", tensor.ref())) if has_samples else None
         if local is not None:
-            return local
+            return local[0]
         layout = self._layout(tensor.shape.rank, has_samples)
         tensor = transfer.relayout(tensor, layout, self._mesh)
         if not has_samples:
@@ -498,4 +514,10 @@ class _Outside:
 
 def _note_local(tensor: tf.Tensor, local: tf.Tensor) -> None:
     """Record the local shards of which a global tensor was made: another program takes them as they are."""
-    _local_of.setdefault(tensor.graph, {})[tensor.ref()] = local
+    _locals_of(tensor)["local", tensor.ref()] = local, None
+
+
+def _locals_of(tensor: tf.Tensor) -> steps.Gathered:
+    """Return the tensors that the step has recorded for the graph of a tensor. They end with the step."""
+    step = steps.current()
+    return {} if step is None else step.reads.gathered(tensor.graph)

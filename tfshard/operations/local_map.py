@@ -120,6 +120,8 @@ def local_map(
     ins = _checked_list("in_layouts", in_layouts)
     outs = _checked_list("out_layouts", out_layouts)
 
+    compiled = tf.function(fn, autograph=False, jit_compile=True) if jit_compile else fn
+
     def mapped(*arguments: Any) -> Any:
         if len(arguments) != len(ins):
             raise LayoutError(
@@ -133,7 +135,7 @@ def local_map(
         ]
         if on is None:
             with _tracing(_Map(None, dict.fromkeys(_named([*ins, *outs]), 1), jit_compile)):
-                return tf.function(fn, autograph=False, jit_compile=True)(*tensors) if jit_compile else fn(*tensors)
+                return compiled(*tensors)
         call = _call(on, given, outs, tensors, jit_compile)
         if tf.executing_eagerly():
             raise UnsupportedOperationError(

@@ -1,7 +1,8 @@
 """Trace a block of a model with the local shapes of one device.
 
 The trace has a graph of its own. Reads of variables give placeholders there, and writes are recorded, so that a trace
-changes nothing in the step and in the model. `compiled_blocks` makes programs of the graph.
+changes no variable and no loss. Python code of the layer runs once for each trace: a tensor that it stores on the layer
+belongs to a trace. `compiled_blocks` makes programs of the graph.
 """
 
 import dataclasses
@@ -141,9 +142,13 @@ def trace(
             raise NotByRowsError("it adds a loss to the model (add_loss, or activity_regularizer)")
         outputs = tensors_in(result)
         outputs += masks_of(outputs)
-        if any(each.graph is not graph for each in outputs):
+        if any(getattr(each, "graph", None) is not graph for each in outputs):
             raise NotByRowsError("it returns a tensor of another part of the model")
     operations = graph.get_operations()
+    _check_operations(operations)
+    for each in keras.tree.flatten((arguments, result)):
+        if isinstance(each, tf.__internal__.CompositeTensor):
+            raise NotByRowsError(f"it takes or returns a {type(each).__name__}")
     return LocalTrace(
         graph=graph,
         arguments=placeholders,
@@ -154,6 +159,14 @@ def trace(
         operations=operations,
         drawn=[_drawn(each) for each in operations if each.type in _private.ALL_RANDOM_OPS],
     )
+
+
+def _check_operations(operations: Sequence[tf.Operation]) -> None:
+    for each in operations:
+        if _private.is_stateful(each) and each.type not in _private.ALL_RANDOM_OPS:
+            raise NotByRowsError(f"operation '{each.name}' ({each.type}) has side effects")
+        if any(output.dtype.is_complex for output in each.outputs):
+            raise NotByRowsError(f"operation '{each.name}' ({each.type}) has complex results")
 
 
 def _drawn(operation: tf.Operation) -> tf.Tensor:

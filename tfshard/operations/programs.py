@@ -18,6 +18,10 @@ from tfshard.operations import origins
 CALL = "XlaCallModule"
 
 
+class NotCompiledError(Exception):
+    """XLA cannot compile a part of a graph. The message is the reason."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A compiled part of a graph.
@@ -58,6 +62,9 @@ def lower(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], mesh: dtens
         inputs: The tensors that are known.
         outputs: The tensors to compute. Each follows from the inputs and from constants.
         mesh: The mesh of the step.
+
+    Raises:
+        NotCompiledError: XLA cannot compile the operations.
     """
     order = between(inputs, outputs)
     taken = {each.ref() for operation in order for each in operation.inputs} | {each.ref() for each in outputs}
@@ -74,8 +81,12 @@ def lower(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], mesh: dtens
         return [tf.identity(made[each.ref()]) for each in outputs]
 
     specs = [tf.TensorSpec(inputs[number].shape, inputs[number].dtype) for number in used]
+    try:
+        module = _private.stablehlo(program, specs, mesh.device_type())
+    except (tf.errors.OpError, NotImplementedError, ValueError, TypeError) as error:
+        raise NotCompiledError(_reason_of(error)) from error
     made = Program(
-        module=_private.stablehlo(program, specs, mesh.device_type()),
+        module=module,
         device_type=mesh.device_type(),
         used=used,
         results=tuple(tf.TensorSpec(each.shape, each.dtype) for each in outputs),
@@ -112,17 +123,15 @@ def call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], mesh: dtenso
             )
     try:
         program = lower(traced.inputs, traced.outputs, mesh)
-    except Exception as error:
-        if not is_of_xla(error):
-            raise
-        raise UnsupportedOperationError(f"XLA cannot compile a function of local_map. {reason_of(error)}") from error
-    floats = [number for number, each in enumerate(inputs) if each.dtype.is_floating or each.dtype.is_complex]
+    except NotCompiledError as error:
+        raise UnsupportedOperationError(f"XLA cannot compile a function of local_map. {error}") from error
+    floats = [number for number, each in enumerate(inputs) if _has_gradient(each)]
 
     def gradient(*arguments: tf.Tensor) -> list[tf.Tensor]:
         taken, upstreams = arguments[: len(inputs)], arguments[len(inputs) :]
         with tf.GradientTape() as tape:
             tape.watch([taken[number] for number in floats])
-            results = tf.nest.flatten(function(*taken))
+            results = [each for each in tf.nest.flatten(function(*taken)) if _has_gradient(each)]
         found: list[tf.Tensor] = tape.gradient(
             results, [taken[number] for number in floats], list(upstreams), tf.UnconnectedGradients.ZERO
         )
@@ -133,7 +142,8 @@ def call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], mesh: dtenso
 
     def apply(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor | None]]]:
         def backward(*upstreams: tf.Tensor) -> list[tf.Tensor | None]:
-            made = iter(call(gradient, [*tensors, *upstreams], mesh))
+            given = [up for up, result in zip(upstreams, traced.outputs, strict=True) if _has_gradient(result)]
+            made = iter(call(gradient, [*tensors, *given], mesh))
             return [next(made) if number in floats else None for number in range(len(tensors))]
 
         return program.call(tensors), backward
@@ -141,9 +151,8 @@ def call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], mesh: dtenso
     return list(tf.custom_gradient(apply)(*inputs)) if floats else program.call(inputs)
 
 
-def is_of_xla(error: Exception) -> bool:
-    """Return whether an error is one of those by which XLA refuses a function."""
-    return isinstance(error, (tf.errors.OpError, NotImplementedError, ValueError, TypeError))
+def _has_gradient(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 def between(inputs: Iterable[tf.Tensor], outputs: Iterable[tf.Tensor]) -> list[tf.Operation]:
@@ -209,7 +218,7 @@ def digest(operations: Sequence[tf.Operation], tensors: Sequence[tf.Tensor]) -> 
     return made.digest()
 
 
-def reason_of(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     """Return the reason of an error of XLA, with the operation that cannot be compiled and the line that made it."""
     match = _NO_KERNEL.search(str(error))
     if match is None:

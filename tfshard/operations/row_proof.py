@@ -2,8 +2,8 @@
 
 The part is traced twice, with two batch sizes. The proof follows the dim of the samples through the operations of the
 second trace by the rules of `graph.dim_rules`, and compares both traces: where they differ, they may differ only in the
-size of that dim. The second size is a prime number that divides no other dim, so that no dim passes for the samples by
-accident, and no size that the model computes from the batch stays unseen.
+size of that dim. The second size is a prime number that divides no size in the first trace, so that no dim passes for
+the samples by accident.
 """
 
 import dataclasses
@@ -25,8 +25,9 @@ _SHAPES: Mapping[str, tuple[int, ...]] = {
     "BroadcastTo": (1,),
     "Fill": (0,),
     "Tile": (1,),
-    "Slice": (1, 2),
-    "StridedSlice": (1, 2),
+    # Of slices, only ends and sizes.
+    "Slice": (2,),
+    "StridedSlice": (2,),
     **dict.fromkeys(_private.ALL_RANDOM_OPS, (0,)),
 }
 # Operations that make rows of equal values.
@@ -131,6 +132,7 @@ class _TraceComparison:
         self._partner: dict[Hashable, tf.Tensor] = {}
         # The values of tensors of the second trace that are known in both traces, and differ.
         self._different: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
+        self._constants = _Constants(), _Constants()
         lists = [[each for each in trace.operations if not _is_constant(each)] for trace in (first, second)]
         for one, other in itertools.zip_longest(*lists):
             if one is None or other is None or one.type != other.type or len(one.inputs) != len(other.inputs):
@@ -170,7 +172,7 @@ class _TraceComparison:
             return True
         if b.ref() in self._different:
             return False
-        one, other = _value(a), _value(b)
+        one, other = self._constants[0].value(a), self._constants[1].value(b)
         if one is None or other is None:
             raise NotByRowsError(f"an input of {_described(user)} depends on the size of the batch")
         if np.array_equal(one, other):
@@ -184,33 +186,46 @@ class _TraceComparison:
 
     def _fold(self, one: tf.Operation, other: tf.Operation) -> None:
         """Compute the results of an operation that takes different constants."""
-        made = [_results(each) for each in (one, other)]
-        if any(each is None for each in made):
+        first, second = self._constants[0].results(one), self._constants[1].results(other)
+        if first is None or second is None:
             raise NotByRowsError(f"{_described(one)} depends on the size of the batch")
-        for tensor, a, b in zip(other.outputs, *made, strict=True):  # type: ignore[misc]
+        for tensor, a, b in zip(other.outputs, first, second, strict=True):
             if not np.array_equal(a, b):
                 self._different[tensor.ref()] = a, b
 
 
-def _value(tensor: tf.Tensor) -> np.ndarray | None:
-    """Return the value of a tensor that is computed from constants alone; None for other tensors."""
-    found: np.ndarray | None = tf.get_static_value(tensor)
-    if found is None and tensor.op.inputs:
-        results = _results(tensor.op)
-        found = None if results is None else results[tensor.value_index]
-    return found
+class _Constants:
+    """The values of tensors that are computed from constants alone."""
 
+    def __init__(self) -> None:
+        self._results: dict[str, list[np.ndarray] | None] = {}
 
-def _results(operation: tf.Operation) -> list[np.ndarray] | None:
-    """Return the results of an operation on constants; None for other operations."""
-    if _private.is_stateful(operation) or operation.type in ("Const", "Placeholder"):
-        return None
-    inputs = [_value(each) for each in operation.inputs]
-    if any(each is None for each in inputs):
-        return None
-    call = _private.Call(type=operation.type, inputs=tuple(operation.inputs), get_attr=operation.get_attr)
-    with tf.init_scope():
-        return [np.asarray(each) for each in _private.same_operation(call, [tf.constant(each) for each in inputs])]
+    def value(self, tensor: tf.Tensor) -> np.ndarray | None:
+        """Return the value of a tensor; None if it depends on more than constants."""
+        found: np.ndarray | None = tf.get_static_value(tensor)
+        if found is None and tensor.op.inputs:
+            results = self.results(tensor.op)
+            found = None if results is None else results[tensor.value_index]
+        return found
+
+    def results(self, operation: tf.Operation) -> list[np.ndarray] | None:
+        """Return the results of an operation on constants; None for other operations."""
+        if operation.name not in self._results:
+            self._results[operation.name] = self._computed(operation)
+        return self._results[operation.name]
+
+    def _computed(self, operation: tf.Operation) -> list[np.ndarray] | None:
+        if _private.is_stateful(operation) or operation.type in ("Const", "Placeholder"):
+            return None
+        inputs = []
+        for each in operation.inputs:
+            value = self.value(each)
+            if value is None:
+                return None
+            inputs.append(value)
+        call = _private.Call(type=operation.type, inputs=tuple(operation.inputs), get_attr=operation.get_attr)
+        with tf.init_scope():
+            return [np.asarray(each) for each in _private.same_operation(call, [tf.constant(each) for each in inputs])]
 
 
 def _is_constant(operation: tf.Operation) -> bool:

@@ -32,7 +32,7 @@ class Finding:
     """A fault of a layout map.
 
     Attributes:
-        kind: `"cannot be expanded"`, `"jit_compile"`, `"unmatched"`, `"tied"`, `"ambiguous"`, `"indivisible"`,
+        kind: `"cannot be expanded"`, `"unmatched"`, `"tied"`, `"ambiguous"`, `"indivisible"`,
             `"unsupported"`, `"left whole"`, `"idle axis"`, `"column after column"`, `"transposed"`, `"unused sharding"`
             or `"named role"`.
         is_error: True if `compile` refuses the fault. `compile` warns of the others, except `"named role"`, which only

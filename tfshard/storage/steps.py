@@ -393,11 +393,13 @@ def step_scope(
         yield
         return
     step = Step(here(), reshard, reduce_gradient, only_mesh)
-    with changed(step=step):
-        yield
-        written = step.finish()
-        if step.graph is not None and not reads_only:
-            traced_steps.note_step(step.graph, written)
+    try:
+        with changed(step=step):
+            yield
+            written = step.finish()
+            if step.graph is not None and not reads_only:
+                traced_steps.note_step(step.graph, written)
+    finally:
         compilations.wait()
 
 

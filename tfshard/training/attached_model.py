@@ -256,6 +256,7 @@ class AttachedModel:
         """
         if self.model.compiled and self.model.jit_compile:
             self.compiles_blocks, self.model.jit_compile = True, False
+            self.compiled_again()
 
     def compiled_again(self) -> None:
         """Have the next `refresh` look at the model again."""

@@ -186,6 +186,9 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
 
     @process_lock.locked
     def make_predict_function(self, force: bool = False) -> None:
+        strategy = _private.distribute_strategy(self)
+        if isinstance(strategy, ShardedStrategy):
+            attached_model.attached(self, strategy).take_jit_compile()
         super().make_predict_function(force)
         again = functools.partial(_predict_function, self)
         self.predict_function = _on_mesh(self, self.predict_function, "prediction step", again)

@@ -314,6 +314,6 @@ def pipeline_of(model: keras.Model) -> Pipeline | None:
 
 def _raise_jit_compile(model: keras.Model) -> None:
     raise StrategyError(
-        f"Pipelined model '{model.name}' cannot be compiled with jit_compile=True: XLA does not compile the parts of a "
-        "pipeline yet. Leave jit_compile out. Received: jit_compile=True"
+        f"Pipelined model '{model.name}' cannot be compiled with jit_compile=True: XLA does not compile the stages of "
+        "a pipeline. Leave jit_compile out. Received: jit_compile=True"
     )
