@@ -489,16 +489,23 @@ def test_a_model_born_in_a_scope_takes_jit_compile(positional: bool):
     assert_compiled(model)
 
 
-def test_a_model_and_its_steps_are_freed():
-    freed = []
-    for _ in range(2):  # The first model may stay where Keras remembers it.
-        keras.backend.clear_session()
-        model = train(transformer, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), steps=1).model
-        freed.append(weakref.ref(model))
-        del model
+def test_the_graphs_of_steps_are_freed_with_their_model():
+    graphs: list[weakref.ref] = []
+
+    def noting(layer, x):
+        outer = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)
+        if outer is not None:
+            graphs.append(weakref.ref(outer))
+        return x
+
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model = train(functools.partial(of_sequences, lambda: OfNumber(0.0, noting)), strategy, x=SEQUENCES, steps=1).model
+    assert_compiled(model)
+    assert any(isinstance(each(), tf.Graph) for each in graphs), "premise: the step's graph was seen"
+    del model, strategy
     keras.backend.clear_session()
     gc.collect()
-    assert freed[0]() is None
+    assert not any(each() for each in graphs)
 
 
 def test_compiled_again_without_it_nothing_is_compiled():
