@@ -512,6 +512,8 @@ def test_compiled_again_without_it_nothing_is_compiled():
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
     model = train(transformer, strategy).model
     assert_compiled(model)
+    assert model.get_compile_config()["jit_compile"] is True, "saved and cloned models take it along"
     model.compile(ADAM(), LOSS, strategy=strategy)
+    assert model.get_compile_config()["jit_compile"] is not True
     model.train_on_batch(TOKENS, LABELS)
     assert compiled_blocks.compiled_blocks(model) == []

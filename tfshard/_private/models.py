@@ -101,6 +101,11 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     return dict(model._compile_config.config)
 
 
+def set_compile_argument(model: keras.Model, name: str, value: Any) -> None:
+    """Replace an argument in the compile config that Keras saves and clones (`Trainer._compile_config`)."""
+    model._compile_config.config[name] = value
+
+
 def symbolic_build(model: keras.Model, batch: Any) -> None:
     """Build everything that `fit` builds before its first step (`Trainer._maybe_symbolic_build`)."""
     model._maybe_symbolic_build(data_batch=batch)

@@ -65,14 +65,17 @@ class CompiledBlock:
 
 def compiled_blocks(model: keras.Model) -> list[CompiledBlock]:
     """Return how the blocks of a model ran in its last traced step. Blocks that did not run yet are left out."""
-    found = [patch.replacement for patch in layer_patch.patches_of(model) if patch.change is COMPILED]
-    return [each.last for each in found if isinstance(each, CompiledCall) and each.last is not None]
+    return _last_runs(layer_patch.patches_of(model))
 
 
 def is_compiled(layer: keras.Layer) -> bool:
     """Return whether a layer is a block that ran as programs in the last traced step."""
-    calls = [patch.replacement for patch in layer_patch.patches_on(layer) if patch.change is COMPILED]
-    return any(isinstance(each, CompiledCall) and each.last is not None and each.last.programs for each in calls)
+    return any(each.programs for each in _last_runs(layer_patch.patches_on(layer)))
+
+
+def _last_runs(patches: Sequence[layer_patch.LayerPatch]) -> list[CompiledBlock]:
+    calls = [patch.replacement for patch in patches if patch.change is COMPILED]
+    return [each.last for each in calls if isinstance(each, CompiledCall) and each.last is not None]
 
 
 class CompiledCall:
@@ -214,7 +217,8 @@ class _TracedCall:
         layers = _private.flatten_layers(self._layer)
         return local_traces.trace(self._call, self._arguments, shapes, layers)
 
-    def _inputs(self, trace: LocalTrace) -> list[tf.Tensor]:
+    def _inputs(self) -> list[tf.Tensor]:
+        trace = self._trace
         return [*trace.arguments, *trace.read, *(inner for _, inner in trace.captured), *trace.drawn]
 
     def _input_samples(self, drawn: Sequence[bool]) -> list[bool]:
@@ -231,9 +235,8 @@ class _TracedCall:
             NotByRowsError: The block cannot be compiled.
         """
         trace, other, records, kept = self._trace, self._other_trace(), _private.could_record(), self._kept()
-        written = [value for _, value in trace.variables.writes.values()]
         key: tuple[Hashable, ...] = (
-            programs.digest(trace.operations, [*trace.outputs, *self._inputs(trace), *written]),
+            programs.digest(trace.operations, [*trace.outputs, *self._inputs(), *trace.written]),
             # Blocks that are equal for these samples may differ for others: then the proof of one says nothing.
             None if other is None else programs.digest(other.operations, other.outputs),
             tuple(self._are_samples),
@@ -247,7 +250,7 @@ class _TracedCall:
             # Equal operations may have other gradients.
             gradients = self._differentiated()
             targets = [each for _, each in gradients.targets]
-            key = (*key, programs.digest(trace.graph.get_operations(), [*targets, *self._inputs(trace)]))
+            key = (*key, programs.digest(trace.graph.get_operations(), [*targets, *self._inputs()]))
         if key not in _pairs:
             if gradients is None:
                 gradients = self._differentiated() if records else _Gradients()
@@ -271,7 +274,7 @@ class _TracedCall:
         return PRODUCTS if _private.remat_mode(self._layer) in (None, "activations") else frozenset()
 
     def _differentiated(self) -> _Gradients:
-        trace, inputs = self._trace, self._inputs(self._trace)
+        trace, inputs = self._trace, self._inputs()
         numbers = [n for n, each in enumerate(inputs[: len(inputs) - len(trace.drawn)]) if each.dtype.is_floating]
         outputs = [(n, each) for n, each in enumerate(trace.outputs) if each.dtype.is_floating]
         with trace.graph.as_default(), _private.stop_recording():
@@ -281,7 +284,7 @@ class _TracedCall:
         return _Gradients([(n, up) for (n, _), up in zip(outputs, ups, strict=True)], found)
 
     def _lowered(self, gradients: _Gradients, kept: frozenset[str], other: LocalTrace | None) -> _Pair:
-        trace, inputs = self._trace, self._inputs(self._trace)
+        trace, inputs = self._trace, self._inputs()
         self._check_outside()
         of_outputs, of_drawn = self._proved(other)
         targets, upstreams = [each for _, each in gradients.targets], [each for _, each in gradients.upstreams]
@@ -308,7 +311,7 @@ class _TracedCall:
 
     def _saved(self, targets: Sequence[tf.Tensor], kept: frozenset[str]) -> list[tf.Tensor]:
         """Return what the backward pass takes from the forward pass."""
-        inputs, forward = self._inputs(self._trace), set(self._trace.operations)
+        inputs, forward = self._inputs(), set(self._trace.operations)
         known = {each.ref() for each in inputs}
         taken = {
             each.ref(): each
@@ -323,7 +326,7 @@ class _TracedCall:
         """Check that what the block draws and writes can be computed in the step: it follows from no samples."""
         trace = self._trace
         wanted = [each for tensor in trace.drawn for each in tensor.op.inputs[1:]]
-        wanted += [value for _, value in trace.variables.writes.values()]
+        wanted += trace.written
         inside = {value.ref() for value, has in zip(trace.arguments, self._are_samples, strict=True) if has}
         for operation in programs.between([], wanted):
             if any(each.ref() in inside for each in operation.outputs) or operation.type in _private.ALL_RANDOM_OPS:
@@ -353,20 +356,17 @@ class _TracedCall:
 
     def _with_samples(self, trace: LocalTrace) -> row_proof.Trace:
         has = [each for each, has in zip(trace.arguments, self._are_samples, strict=True) if has]
-        written = [value for _, value in trace.variables.writes.values()]
-        return row_proof.Trace(trace.operations, has, trace.outputs, trace.drawn, written)
+        return row_proof.Trace(trace.operations, has, trace.outputs, trace.drawn, trace.written)
 
     # --- the step
 
     def run(self, pair: _Pair) -> Any:
         """Add the programs to the step, and return what the layer's call returns."""
         trace = self._trace
-        variables = [
-            tf.cast(variable.value(), taken.dtype)
-            for (variable, _), taken in zip(trace.variables.reads.values(), trace.read, strict=True)
-        ]
+        values = [variable.value() for variable, _ in trace.variables.reads.values()]
+        variables = [tf.cast(value, taken.dtype) for value, taken in zip(values, trace.read, strict=True)]
         captured = [tf.convert_to_tensor(outer) for outer, _ in trace.captured]
-        outside = self._outside(variables)
+        outside = self._outside(values, captured)
         drawn = [self._draw(each, outside, has) for each, has in zip(trace.drawn, pair.drawn, strict=True)]
         written = [(variable, outside.made(value)) for variable, value in trace.variables.writes.values()]
         results = self._called(pair, [*self._given, *variables, *captured, *drawn])
@@ -465,16 +465,15 @@ class _TracedCall:
             return self._left(tensor, False)
         return tf.reduce_sum(self._left(tensor, True), 0)
 
-    def _outside(self, variables: Sequence[tf.Tensor]) -> "_Outside":
+    def _outside(self, values: Sequence[tf.Tensor], captured: Sequence[tf.Tensor]) -> "_Outside":
         trace = self._trace
         known = {
             inner.ref(): outer
             for inner, outer, has in zip(trace.arguments, self._given, self._are_samples, strict=True)
             if not has
         }
-        for (variable, value), outer in zip(trace.variables.reads.values(), variables, strict=True):
-            known[value.ref()] = outer if outer.dtype == value.dtype else variable.value()
-        known |= {inner.ref(): tf.convert_to_tensor(outer) for outer, inner in trace.captured}
+        placeholders = [*(each for _, each in trace.variables.reads.values()), *(inner for _, inner in trace.captured)]
+        known |= {inner.ref(): outer for inner, outer in zip(placeholders, [*values, *captured], strict=True)}
         return _Outside(known)
 
     def _draw(self, tensor: tf.Tensor, outside: "_Outside", has_samples: bool) -> tf.Tensor:

@@ -70,6 +70,11 @@ class LocalTrace:
     drawn: list[tf.Tensor]
 
     @property
+    def written(self) -> list[tf.Tensor]:
+        """The new value of each variable that the block writes."""
+        return [value for _, value in self.variables.writes.values()]
+
+    @property
     def read(self) -> list[tf.Tensor]:
         """What the block takes of each variable: its placeholder, or the only cast of it.
 

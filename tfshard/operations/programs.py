@@ -1,6 +1,7 @@
 """XLA programs: parts of a traced graph that each device runs as one program on its local shards."""
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -44,8 +45,7 @@ class Program:
         Args:
             inputs: A local tensor for each input that was given to `lower`.
         """
-        expansions.allow_local(CALL)
-        _private.run_when_used([CALL])
+        _allow_calls()
         return _private.call_stablehlo(
             self.module,
             [inputs[number] for number in self.used],
@@ -53,6 +53,13 @@ class Program:
             [each.shape for each in self.results],
             self.device_type,
         )
+
+
+@functools.cache
+def _allow_calls() -> None:
+    """Let each device run programs on its local tensors, when their results are used."""
+    expansions.allow_local(CALL)
+    _private.run_when_used([CALL])
 
 
 def lower(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], mesh: dtensor.Mesh) -> Program:

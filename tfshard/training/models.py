@@ -374,6 +374,8 @@ def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[..., No
     with strategy.scope():
         compile_(**options)
     attached.take_jit_compile()
+    if attached.compiles_blocks:
+        _private.set_compile_argument(model, "jit_compile", True)
     inventory.note_compiled(model.optimizer)
     attached.compiled_again()
     attached.attach()
