@@ -14,6 +14,9 @@ _MAPPED_BYTES = 256 << 10
 # glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _ONEDNN = "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"
+# glibc keeps less than these in each process that calls `initialize`. With 256 KiB for both, a step of a GPT of 5.2M
+# parameters took 1.9 times the processor time, for page faults (benchmarks/LOG.md, "Page faults").
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = 4 << 20, 16 << 20
 _MMAP, _TRIM = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
 _TUNABLES = "GLIBC_TUNABLES"
 # These variables make TensorFlow's kernels and glibc return large blocks to the system as soon as they are freed.
@@ -40,7 +43,9 @@ def environment_of_system_allocator() -> dict[str, str]:
 
 
 def return_freed_blocks() -> bool:
-    """Make glibc map blocks of 256 KiB and more one by one, and unmap each block when it is freed.
+    """Make glibc map blocks of 4 MiB and more one by one, and unmap each block when it is freed.
+
+    Of smaller freed blocks, glibc keeps 16 MiB at the top of each heap.
 
     Returns:
         False if the environment already sets the thresholds, or with another C library.
@@ -51,4 +56,5 @@ def return_freed_blocks() -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return False  # For example musl, which lacks these thresholds.
-    return all(library.mallopt(which, _MAPPED_BYTES) == 1 for which in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+    wanted = ((_M_MMAP_THRESHOLD, _MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, _TRIM_THRESHOLD))
+    return all(library.mallopt(which, size) == 1 for which, size in wanted)
