@@ -464,15 +464,10 @@ def test_batch_statistics_are_not_compiled():
     parity.assert_same(sharded, train(build, x=SEQUENCES), rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_without_blocks_and_a_model_axis_warn():
+def test_a_model_without_blocks_warns():
     model = tfshard.as_distributed(keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]))
     with pytest.warns(UserWarning, match="has no blocks to compile"):
         model.compile("sgd", "mse", jit_compile=True, strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
-    model = tfshard.as_distributed(transformer())
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), "auto")
-    with pytest.warns(UserWarning, match="the mesh has a model axis"):
-        model.compile("sgd", LOSS, jit_compile=True, strategy=strategy)
-        model.train_on_batch(TOKENS, LABELS)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -27,7 +27,9 @@ from tfshard import _private
 from tfshard.devices import local_shards, transfer
 from tfshard.errors import UnsupportedOperationError, warn
 from tfshard.layouts.axes import axis_sizes
-from tfshard.operations import blocks, layer_patch, local_traces, programs, row_proof, samples
+from tfshard.layouts.variable_layout import Axes
+from tfshard.operations import block_pieces, blocks, layer_patch, local_traces, programs, row_proof, samples
+from tfshard.operations.block_pieces import Block, Piece, Placement
 from tfshard.operations.layer_patch import COMPILED
 from tfshard.operations.local_traces import LocalTrace
 from tfshard.operations.programs import Program
@@ -96,13 +98,13 @@ class CompiledCall:
             return self._call(*args, **kwargs)
         try:
             block = _TracedCall(self._call, (args, kwargs), layer, self._mesh)
-            pair = block.programs()
+            pairs = block.programs()
         except NotByRowsError as error:
             self._note(layer, 0, str(error))
             return self._call(*args, **kwargs)
-        self._note(layer, 1 if pair.backward is None else 2, "")
+        self._note(layer, sum(1 if each.backward is None else 2 for each in pairs), "")
         with tf.name_scope(layer.name):
-            return block.run(pair)
+            return block.run(pairs)
 
     def _note(self, layer: keras.Layer, count: int, reason: str) -> None:
         if reason and type(layer) not in _told:
@@ -116,23 +118,34 @@ class CompiledCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Pair:
-    """The programs of a block, and of all blocks with the same operations.
+    """The programs of a piece of a block, and of all blocks with the same operations.
 
     Attributes:
         forward: Computes the outputs, and what the backward pass takes of the forward pass.
         backward: Computes the gradients. None without a gradient.
-        outputs: For each output, True if it has samples in its first dim.
-        drawn: The same for each random tensor.
+        taken: For each input, the number of its tensor in the trace (`block_pieces.numbered`).
+        given: The placement of each input.
+        made: For each output, the number of its tensor in the trace.
+        results: The placement of each output.
         upstreams: The numbers of the outputs that have a gradient.
         gradients: The numbers of the inputs that have a gradient.
+        is_sharded: True if each device along the model axis computes a share.
     """
 
     forward: Program
     backward: Program | None
-    outputs: list[bool]
-    drawn: list[bool]
+    taken: list[int]
+    given: list[Placement]
+    made: list[int]
+    results: list[Placement]
     upstreams: list[int]
     gradients: list[int]
+    is_sharded: bool
+
+    @property
+    def has_samples(self) -> bool:
+        """True if devices along the data axis compute with different samples."""
+        return any(each.data is not None for each in self.given)
 
 
 # The classes of layers of which a warning was given.
@@ -145,7 +158,7 @@ def forget_warnings() -> None:
 
 
 # Programs by what they compute. A text is the reason why there are none.
-_pairs: collections.OrderedDict[Hashable, _Pair | str] = collections.OrderedDict()
+_pairs: collections.OrderedDict[Hashable, list[_Pair] | str] = collections.OrderedDict()
 _MOST = 256
 
 
@@ -160,6 +173,31 @@ class _Gradients:
 
     upstreams: list[tuple[int, tf.Tensor]] = dataclasses.field(default_factory=list)
     targets: list[tuple[int, tf.Tensor]] = dataclasses.field(default_factory=list)
+
+
+def _differentiated(piece: Piece) -> _Gradients:
+    """Add the gradients of a piece to its graph."""
+    outputs = [(n, each) for n, each in enumerate(piece.outputs) if each.dtype.is_floating]
+    with piece.graph.as_default(), _private.stop_recording():
+        ups = [tf.compat.v1.placeholder(each.dtype, each.shape) for _, each in outputs]
+        made = tf.gradients([each for _, each in outputs], [piece.inputs[n] for n in piece.differentiated], ups)
+        pairs = zip(piece.differentiated, made, strict=True)
+        found = [(n, tf.convert_to_tensor(each)) for n, each in pairs if each is not None]
+    return _Gradients([(n, up) for (n, _), up in zip(outputs, ups, strict=True)], found)
+
+
+def _saved(piece: Piece, targets: Sequence[tf.Tensor], kept: frozenset[str]) -> list[tf.Tensor]:
+    """Return what the backward pass of a piece takes from its forward pass."""
+    inputs, forward = piece.inputs, set(piece.operations)
+    known = {each.ref() for each in inputs}
+    taken = {
+        each.ref(): each
+        for operation in programs.between(inputs, targets)
+        if operation not in forward
+        for each in operation.inputs
+        if each.op in forward and each.ref() not in known
+    }
+    return programs.recomputed_from(taken.values(), known, kept)
 
 
 class _TracedCall:
@@ -181,8 +219,10 @@ class _TracedCall:
     def __init__(self, call: Callable[..., Any], arguments: tuple[Any, Any], layer: keras.Layer, mesh: dtensor.Mesh):
         self._call, self._arguments, self._layer = call, arguments, layer
         self._mesh, self._axes = mesh, axis_sizes(mesh)
-        if any(self._axes[axis] > 1 for axis in self._axes.tensor):
-            raise NotByRowsError("the mesh has a model axis")
+        model_axes = [axis for axis in self._axes.tensor if self._axes[axis] > 1]
+        if len(model_axes) > 1:
+            raise NotByRowsError(f"the mesh has several model axes ({', '.join(model_axes)})")
+        self._model = model_axes[0] if model_axes else None
         given = local_traces.tensors_in(arguments)
         self._given = [*given, *local_traces.masks_of(given)]
         self._devices = self._axes.data_size
@@ -221,15 +261,22 @@ class _TracedCall:
         trace = self._trace
         return [*trace.arguments, *trace.read, *(inner for _, inner in trace.captured), *trace.drawn]
 
-    def _input_samples(self, drawn: Sequence[bool]) -> list[bool]:
-        """Return for each input whether it has samples."""
-        between = len(self._trace.read) + len(self._trace.captured)
-        return [*self._are_samples, *[False] * between, *drawn]
+    def _places(self) -> list[int | None]:
+        """Return the dim of each variable that the model axis shards."""
+        found: list[int | None] = []
+        for variable, _ in self._trace.variables.reads.values():
+            dims = [dim for dim, axis in enumerate(variable.layout.compute) if axis is not None]
+            if any(variable.layout.compute[dim] != self._model for dim in dims):
+                if any(self._axes[variable.layout.compute[dim]] > 1 for dim in dims):
+                    raise NotByRowsError(f"several axes shard variable '{variable.path}'")
+                dims = []
+            found.append(dims[0] if dims else None)
+        return found
 
     # --- programs
 
-    def programs(self) -> _Pair:
-        """Return the programs of the block. Blocks with the same operations share them.
+    def programs(self) -> list[_Pair]:
+        """Return the programs of the pieces of the block, in order. Blocks with the same operations share them.
 
         Raises:
             NotByRowsError: The block cannot be compiled.
@@ -241,6 +288,8 @@ class _TracedCall:
             None if other is None else programs.digest(other.operations, other.outputs),
             tuple(self._are_samples),
             self._devices,
+            tuple(self._places()),
+            None if self._model is None else self._axes[self._model],
             self._mesh.device_type(),
             kept,
             records,
@@ -248,14 +297,12 @@ class _TracedCall:
         gradients = None
         if records and programs.has_custom_gradients(trace.operations):
             # Equal operations may have other gradients.
-            gradients = self._differentiated()
+            gradients = _differentiated(self._whole({}))
             targets = [each for _, each in gradients.targets]
             key = (*key, programs.digest(trace.graph.get_operations(), [*targets, *self._inputs()]))
         if key not in _pairs:
-            if gradients is None:
-                gradients = self._differentiated() if records else _Gradients()
             try:
-                _pairs[key] = self._lowered(gradients, kept, other)
+                _pairs[key] = [self._lowered(each, records, kept) for each in self._pieces(other)]
             except NotByRowsError as error:
                 _pairs[key] = str(error)
             while len(_pairs) > _MOST:
@@ -273,54 +320,82 @@ class _TracedCall:
             return blocks.keeps_of(marks[0])
         return PRODUCTS if _private.remat_mode(self._layer) in (None, "activations") else frozenset()
 
-    def _differentiated(self) -> _Gradients:
-        trace, inputs = self._trace, self._inputs()
-        numbers = [n for n, each in enumerate(inputs[: len(inputs) - len(trace.drawn)]) if each.dtype.is_floating]
-        outputs = [(n, each) for n, each in enumerate(trace.outputs) if each.dtype.is_floating]
-        with trace.graph.as_default(), _private.stop_recording():
-            ups = [tf.compat.v1.placeholder(each.dtype, each.shape) for _, each in outputs]
-            made = tf.gradients([each for _, each in outputs], [inputs[n] for n in numbers], ups)
-            found = [(n, tf.convert_to_tensor(each)) for n, each in zip(numbers, made, strict=True) if each is not None]
-        return _Gradients([(n, up) for (n, _), up in zip(outputs, ups, strict=True)], found)
-
-    def _lowered(self, gradients: _Gradients, kept: frozenset[str], other: LocalTrace | None) -> _Pair:
-        trace, inputs = self._trace, self._inputs()
+    def _pieces(self, other: LocalTrace | None) -> list[Piece]:
+        """Return the pieces of the block: one, if the model axis shards no weight of it."""
         self._check_outside()
-        of_outputs, of_drawn = self._proved(other)
+        samples_ = self._proved(other)
+        places = self._places()
+        if self._model is None or not any(each is not None for each in places):
+            return [self._whole(samples_)]
+        trace = self._trace
+        return block_pieces.cut(
+            Block(
+                graph=trace.graph,
+                operations=trace.operations,
+                inputs=self._inputs(),
+                arguments=trace.arguments,
+                drawn=trace.drawn,
+                outputs=trace.outputs,
+                samples=samples_,
+                places={each.ref(): dim for each, dim in zip(trace.read, places, strict=True) if dim is not None},
+                devices=self._axes[self._model],
+            )
+        )
+
+    def _whole(self, samples_: Mapping[Hashable, int]) -> Piece:
+        """Return the block as one piece."""
+        trace, inputs = self._trace, self._inputs()
+        numbers = block_pieces.numbered(trace.operations)
+        undrawn = range(len(inputs) - len(trace.drawn))
+        return Piece(
+            graph=trace.graph,
+            operations=trace.operations,
+            inputs=inputs,
+            taken=[numbers[each.ref()] for each in inputs],
+            given=[Placement(samples_.get(each.ref())) for each in inputs],
+            outputs=trace.outputs,
+            made=[numbers[each.ref()] for each in trace.outputs],
+            results=[Placement(samples_.get(each.ref())) for each in trace.outputs],
+            differentiated=[number for number in undrawn if inputs[number].dtype.is_floating],
+        )
+
+    def _lowered(self, piece: Piece, records: bool, kept: frozenset[str]) -> _Pair:
+        gradients = _differentiated(piece) if records else _Gradients()
         targets, upstreams = [each for _, each in gradients.targets], [each for _, each in gradients.upstreams]
-        saved = self._saved(targets, kept)
-        has = self._input_samples(of_drawn)
-        if any(has):
-            # The local gradients of a weight become one tensor with a row for each device.
-            with trace.graph.as_default(), _private.stop_recording():
-                targets = [each if has[n] else tf.expand_dims(each, 0) for n, each in gradients.targets]
+        saved = _saved(piece, targets, kept)
+        outputs = list(piece.outputs)
+        has_samples = any(each.data is not None for each in piece.given)
+        # The local gradients of a weight become one tensor with a row for each device, and so do partial sums.
+        with piece.graph.as_default(), _private.stop_recording():
+            for place, (number, _) in enumerate(gradients.targets):
+                for _ in self._summed(piece.given[number], has_samples, piece.is_sharded):
+                    targets[place] = tf.expand_dims(targets[place], 0)
+            for number, placement in enumerate(piece.results):
+                if placement.is_partial:
+                    outputs[number] = tf.expand_dims(outputs[number], 0)
         return _Pair(
-            forward=self._program(inputs, [*trace.outputs, *saved]),
-            backward=self._program([*inputs, *saved, *upstreams], targets) if targets else None,
-            outputs=of_outputs,
-            drawn=of_drawn,
+            forward=self._program(piece.inputs, [*outputs, *saved]),
+            backward=self._program([*piece.inputs, *saved, *upstreams], targets) if targets else None,
+            taken=piece.taken,
+            given=piece.given,
+            made=piece.made,
+            results=piece.results,
             upstreams=[number for number, _ in gradients.upstreams],
             gradients=[number for number, _ in gradients.targets],
+            is_sharded=piece.is_sharded,
         )
+
+    def _summed(self, given: Placement, has_samples: bool, is_sharded: bool) -> list[str]:
+        """Return the axes over which the local gradients of an input are summed."""
+        over_data = [self._axes.data] if has_samples and given.data is None else []
+        over_model = [self._model] if is_sharded and given.model is None else []
+        return [axis for axis in (*over_data, *over_model) if axis is not None]
 
     def _program(self, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> Program:
         try:
             return programs.lower(inputs, outputs, self._mesh)
         except programs.NotCompiledError as error:
             raise NotByRowsError(f"XLA cannot compile it. {error}") from error
-
-    def _saved(self, targets: Sequence[tf.Tensor], kept: frozenset[str]) -> list[tf.Tensor]:
-        """Return what the backward pass takes from the forward pass."""
-        inputs, forward = self._inputs(), set(self._trace.operations)
-        known = {each.ref() for each in inputs}
-        taken = {
-            each.ref(): each
-            for operation in programs.between(inputs, targets)
-            if operation not in forward
-            for each in operation.inputs
-            if each.op in forward and each.ref() not in known
-        }
-        return programs.recomputed_from(taken.values(), known, kept)
 
     def _check_outside(self) -> None:
         """Check that what the block draws and writes can be computed in the step: it follows from no samples."""
@@ -348,10 +423,10 @@ class _TracedCall:
             ]
         )
 
-    def _proved(self, other: LocalTrace | None) -> tuple[list[bool], list[bool]]:
-        """Return whether each output, and each random tensor, has samples."""
+    def _proved(self, other: LocalTrace | None) -> dict[Hashable, int]:
+        """Return the dim of the samples in each tensor that has samples."""
         if other is None:
-            return [False] * len(self._trace.outputs), [False] * len(self._trace.drawn)
+            return {}
         return row_proof.samples_in(self._with_samples(self._trace), self._with_samples(other))
 
     def _with_samples(self, trace: LocalTrace) -> row_proof.Trace:
@@ -360,36 +435,42 @@ class _TracedCall:
 
     # --- the step
 
-    def run(self, pair: _Pair) -> Any:
+    def run(self, pairs: Sequence[_Pair]) -> Any:
         """Add the programs to the step, and return what the layer's call returns."""
         trace = self._trace
+        numbers = block_pieces.numbered(trace.operations)
         values = [variable.value() for variable, _ in trace.variables.reads.values()]
         variables = [tf.cast(value, taken.dtype) for value, taken in zip(values, trace.read, strict=True)]
         captured = [tf.convert_to_tensor(outer) for outer, _ in trace.captured]
         outside = self._outside(values, captured)
-        drawn = [self._draw(each, outside, has) for each, has in zip(trace.drawn, pair.drawn, strict=True)]
+        placements = {number: each for pair in pairs for number, each in zip(pair.taken, pair.given, strict=True)}
+        drawn = [self._draw(each, outside, placements.get(numbers[each.ref()], Placement())) for each in trace.drawn]
         written = [(variable, outside.made(value)) for variable, value in trace.variables.writes.values()]
-        results = self._called(pair, [*self._given, *variables, *captured, *drawn])
+        given = [*self._given, *variables, *captured, *drawn]
+        made = {numbers[inner.ref()]: outer for inner, outer in zip(self._inputs(), given, strict=True)}
+        for pair in pairs:
+            made |= zip(pair.made, self._called(pair, [made[number] for number in pair.taken]), strict=True)
+        results = [made[numbers[each.ref()]] for each in trace.outputs]
         for variable, value in written:
             variable.assign(value)
         count = len(local_traces.tensors_in(trace.result))
         masks = iter(results[count:])
-        for inner, made in zip(trace.outputs, results[:count], strict=False):
+        for inner, result in zip(trace.outputs, results[:count], strict=False):
             if local_traces.masks_of([inner]):
-                _private.set_mask(made, next(masks))
+                _private.set_mask(result, next(masks))
         return local_traces.replaced(trace.result, results[:count])
 
     def _called(self, pair: _Pair, given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Run the forward program, and the backward program where a gradient is taken."""
-        has, count = self._input_samples(pair.drawn), len(pair.outputs)
+        count = len(pair.results)
         locals_: list[tf.Tensor] = []
 
         def forward(tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-            entered = [self._entered(each, rows) for each, rows in zip(tensors, has, strict=True)]
+            entered = [self._entered(each, place) for each, place in zip(tensors, pair.given, strict=True)]
             results = pair.forward.call(entered)
             made, saved = results[:count], results[count:]
             locals_[:] = made
-            left = [self._left(*each) for each in zip(made, pair.outputs, strict=True)]
+            left = [self._left(*each) for each in zip(made, pair.results, strict=True)]
             return left, entered, saved
 
         def differentiable(*tensors: tf.Tensor) -> Any:
@@ -399,19 +480,18 @@ class _TracedCall:
                 found: list[tf.Tensor | None] = [None] * len(tensors)
                 if pair.backward is None:
                     return found
-                ups = [self._upstream(upstreams[n], pair.outputs[n], any(has)) for n in pair.upstreams]
+                ups = [self._upstream(upstreams[n], pair.results[n], pair.has_samples) for n in pair.upstreams]
                 made = self._called_once(pair.backward, [*entered, *saved, *ups])
                 for number, gradient in zip(pair.gradients, made, strict=True):
-                    found[number] = self._gradient(gradient, has[number], any(has))
+                    found[number] = self._gradient(gradient, pair.given[number], pair)
                 return found
 
             return left, backward
 
         records = _private.could_record()
         results = list(tf.custom_gradient(differentiable)(*given)) if records else forward(given)[0]
-        for result, local, rows in zip(results, locals_, pair.outputs, strict=True):
-            if rows:
-                _note_local(result, local)
+        for result, local, placement in zip(results, locals_, pair.results, strict=True):
+            self._note_local(result, local, placement)
         return results
 
     def _called_once(self, program: Program, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -427,43 +507,56 @@ class _TracedCall:
 
         return list(tf.custom_gradient(lambda *tensors: (program.call(tensors), refuse))(*inputs))
 
-    def _layout(self, rank: int, has_samples: bool) -> tuple[str | None, ...]:
-        return tuple(self._axes.data if has_samples and dim == 0 else None for dim in range(rank))
+    def _layout(self, rank: int, placement: Placement, summed: Sequence[str] = ()) -> Axes:
+        """Return the layout of a tensor, with a row for each device of some axes in front."""
+        axes: list[str | None] = [None] * rank
+        if placement.data is not None:
+            axes[placement.data] = self._axes.data
+        if placement.model is not None:
+            axes[placement.model] = self._model
+        return (*summed, *axes)
 
-    def _entered(self, tensor: tf.Tensor, has_samples: bool) -> tf.Tensor:
+    def _entered(self, tensor: tf.Tensor, placement: Placement) -> tf.Tensor:
         """Return the local shard of a tensor, for a program."""
-        local = _locals_of(tensor).get(("local", tensor.ref())) if has_samples else None
+        layout = self._layout(tensor.shape.rank, placement)
+        local = _locals_of(tensor).get(("local", tensor.ref(), layout))
         if local is not None:
             return local[0]
-        layout = self._layout(tensor.shape.rank, has_samples)
         tensor = transfer.relayout(tensor, layout, self._mesh)
-        if not has_samples:
+        if not any(layout):
             return tensor
         with local_shards.scope():
             return local_shards.to_local(tensor, layout, self._mesh)
 
-    def _left(self, tensor: tf.Tensor, has_samples: bool) -> tf.Tensor:
-        """Return the global tensor of a program's local result."""
-        layout = self._layout(tensor.shape.rank, has_samples)
-        if not has_samples:
+    def _left(self, tensor: tf.Tensor, placement: Placement, summed: Sequence[str] = ()) -> tf.Tensor:
+        """Return the global tensor of a program's local result: the sum over some axes, or over partial sums."""
+        assert self._model is not None or not placement.is_partial
+        summed = [self._model] if placement.is_partial and self._model is not None else summed
+        layout = self._layout(tensor.shape.rank - len(summed), placement, summed)
+        if not any(layout):
             return transfer.relayout(tensor, layout, self._mesh)
-        return local_shards.from_local(tensor, layout, self._mesh)
+        left = local_shards.from_local(tensor, layout, self._mesh)
+        return tf.reduce_sum(left, list(range(len(summed)))) if summed else left
 
-    def _upstream(self, tensor: tf.Tensor, has_samples: bool, is_shared_out: bool) -> tf.Tensor:
+    def _upstream(self, tensor: tf.Tensor, placement: Placement, has_samples: bool) -> tf.Tensor:
         """Return the local gradient of an output. All devices share a gradient of what they all computed."""
-        if is_shared_out and not has_samples:
+        if has_samples and placement.data is None:
             tensor = tensor / tf.cast(self._devices, tensor.dtype)
-        return self._entered(tensor, has_samples)
+        return self._entered(tensor, placement)
 
-    def _gradient(self, tensor: tf.Tensor, has_samples: bool, is_shared_out: bool) -> tf.Tensor:
+    def _gradient(self, tensor: tf.Tensor, placement: Placement, pair: _Pair) -> tf.Tensor:
         """Return the gradient of an input. The local gradients of a weight are summed over the devices."""
-        if has_samples:
-            left = self._left(tensor, True)
-            _note_local(left, tensor)
-            return left
-        if not is_shared_out:
-            return self._left(tensor, False)
-        return tf.reduce_sum(self._left(tensor, True), 0)
+        summed = self._summed(placement, pair.has_samples, pair.is_sharded)
+        left = self._left(tensor, placement, summed)
+        if not summed:
+            self._note_local(left, tensor, placement)
+        return left
+
+    def _note_local(self, tensor: tf.Tensor, local: tf.Tensor, placement: Placement) -> None:
+        """Record the local shards of which a global tensor was made: another program takes them as they are."""
+        layout = self._layout(tensor.shape.rank, placement)
+        if any(layout) and not placement.is_partial:
+            _locals_of(tensor)["local", tensor.ref(), layout] = local, None
 
     def _outside(self, values: Sequence[tf.Tensor], captured: Sequence[tf.Tensor]) -> "_Outside":
         trace = self._trace
@@ -476,12 +569,12 @@ class _TracedCall:
         known |= {inner.ref(): outer for inner, outer in zip(placeholders, [*values, *captured], strict=True)}
         return _Outside(known)
 
-    def _draw(self, tensor: tf.Tensor, outside: "_Outside", has_samples: bool) -> tf.Tensor:
+    def _draw(self, tensor: tf.Tensor, outside: "_Outside", placement: Placement) -> tf.Tensor:
         """Draw a random tensor in the step, for all devices."""
-        shape = [size * self._devices if has_samples and not dim else size for dim, size in enumerate(tensor.shape)]
+        shape = [size * self._devices if dim == placement.data else size for dim, size in enumerate(tensor.shape)]
         parameters = [outside.made(each) for each in tensor.op.inputs[1:]]
         drawn = outside.run(tensor.op, [tf.constant(shape, tensor.op.inputs[0].dtype), *parameters])[0]
-        return transfer.relayout(drawn, self._layout(len(shape), has_samples), self._mesh)
+        return transfer.relayout(drawn, self._layout(len(shape), placement), self._mesh)
 
 
 class _Outside:
@@ -509,11 +602,6 @@ class _Outside:
         """Run an operation of the trace in the step, with other inputs."""
         call = _private.Call(type=operation.type, inputs=tuple(operation.inputs), get_attr=operation.get_attr)
         return _private.same_operation(call, inputs)
-
-
-def _note_local(tensor: tf.Tensor, local: tf.Tensor) -> None:
-    """Record the local shards of which a global tensor was made: another program takes them as they are."""
-    _locals_of(tensor)["local", tensor.ref()] = local, None
 
 
 def _locals_of(tensor: tf.Tensor) -> steps.Gathered:

@@ -59,8 +59,10 @@ class Trace:
     written: Sequence[tf.Tensor]
 
 
-def samples_in(first: Trace, second: Trace) -> tuple[list[bool], list[bool]]:
-    """Return whether each output, and each random tensor, has samples in its first dim.
+def samples_in(first: Trace, second: Trace) -> dict[Hashable, int]:
+    """Return the dim of the samples in each tensor of the first trace that has samples, by the tensor's reference.
+
+    Outputs and random tensors have them in their first dim, or no samples.
 
     Args:
         first: The trace with the local batch.
@@ -94,7 +96,7 @@ def samples_in(first: Trace, second: Trace) -> tuple[list[bool], list[bool]]:
             raise NotByRowsError(f"result '{each.name}' depends on the size of the batch")
         if dims.get(each.ref(), 0) != 0:
             raise NotByRowsError(f"result '{each.name}' does not have the samples in its first dim")
-    return [each.ref() in dims for each in second.outputs], [each.ref() in dims for each in second.drawn]
+    return comparison.of_first(dims)
 
 
 def prime_for(shapes: Sequence[Sequence[int]]) -> int:
@@ -132,7 +134,7 @@ class _TraceComparison:
         self._partner: dict[Hashable, tf.Tensor] = {}
         # The values of tensors of the second trace that are known in both traces, and differ.
         self._different: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
-        self._constants = _Constants(), _Constants()
+        self._constants = Constants(), Constants()
         lists = [[each for each in trace.operations if not _is_constant(each)] for trace in (first, second)]
         for one, other in itertools.zip_longest(*lists):
             if one is None or other is None or one.type != other.type or len(one.inputs) != len(other.inputs):
@@ -146,6 +148,10 @@ class _TraceComparison:
         if partner is None:  # A `Fill` that is a constant in the first trace.
             return [self.filled[tensor.ref()]] if tensor.ref() in self.filled else []
         return _differing(partner, tensor)
+
+    def of_first(self, dims: Mapping[Hashable, int]) -> dict[Hashable, int]:
+        """Return dims of tensors of the second trace for their partners in the first trace."""
+        return {self._partner[each].ref(): dim for each, dim in dims.items() if each in self._partner}
 
     def depends_on_size(self, tensor: tf.Tensor) -> bool:
         """Return whether the value of a tensor of the second trace is known, and is another than in the first trace."""
@@ -194,7 +200,7 @@ class _TraceComparison:
                 self._different[tensor.ref()] = a, b
 
 
-class _Constants:
+class Constants:
     """The values of tensors that are computed from constants alone."""
 
     def __init__(self) -> None:
