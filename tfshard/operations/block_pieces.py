@@ -18,6 +18,7 @@ A piece has a graph of its own, with the shapes of the local shards.
 import collections
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -359,11 +360,59 @@ class _Builder:
     def _add(self, operation: tf.Operation) -> None:
         use = self._flow.uses[operation]
         inputs = [self._taken(each, place) for each, place in zip(operation.inputs, use.wanted, strict=True)]
-        copies = self._copied(operation, inputs, use.places)
+        if programs.has_custom_gradients([operation]):
+            copies = self._with_gradient(operation, inputs, use)
+        else:
+            copies = self._copied(operation, inputs, use.places)
         for output, copy, place in zip(operation.outputs, copies, use.places, strict=True):
             self._made[output.ref()] = copy
             if not use.is_partial:
                 self._local[output.ref(), place] = copy
+
+    def _with_gradient(self, operation: tf.Operation, inputs: list[tf.Tensor], use: _Use) -> list[tf.Tensor]:
+        """Copy the operation of a `tf.custom_gradient`, which gives the gradient with operations of the trace."""
+        if operation.type != "IdentityN":
+            raise NotByRowsError(f"operation '{operation.name}' ({operation.type}) has a gradient of its own")
+
+        def apply(*values: tf.Tensor) -> Any:
+            return [tf.identity(each) for each in values], lambda *upstreams: self._gradient(operation, use, upstreams)
+
+        return list(tf.custom_gradient(apply)(*inputs))
+
+    def _gradient(self, operation: tf.Operation, use: _Use, upstreams: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+        """Compute the gradients of the inputs of a `tf.custom_gradient` with local shards."""
+        flow = self._flow
+        forward = [each for done in flow.block.operations for each in done.outputs if not flow.is_constant(each)]
+        targets = [number for number, each in enumerate(operation.inputs) if flow.is_active(each)]
+        with flow.block.graph.as_default(), _private.stop_recording():
+            ups = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in operation.outputs]
+            made = tf.gradients(list(operation.outputs), [operation.inputs[number] for number in targets], ups)
+        known = {up.ref(): (local, place) for up, local, place in zip(ups, upstreams, use.places, strict=True)}
+
+        def local(tensor: tf.Tensor, place: int | None) -> tf.Tensor:
+            found = known.get(tensor.ref())
+            if found is None and (tensor.ref(), place) in self._local:
+                return self._local[tensor.ref(), place]
+            if found is None or found[1] != place:
+                raise NotByRowsError(f"the gradient of '{operation.name}' is no element-by-element operation")
+            return found[0]
+
+        for each in programs.between([*forward, *ups], [each for each in made if each is not None]):
+            places = [known[tensor.ref()][1] if tensor.ref() in known else flow.place(tensor) for tensor in each.inputs]
+            done = flow.use_of(each, places)
+            copies = self._copied(
+                each, [local(*pair) for pair in zip(each.inputs, done.wanted, strict=True)], done.places
+            )
+            if done.is_partial:
+                raise NotByRowsError(f"the gradient of '{operation.name}' sums over the model axis")
+            known |= {
+                old.ref(): pair for old, pair in zip(each.outputs, zip(copies, done.places, strict=True), strict=True)
+            }
+        found: list[tf.Tensor | None] = [None] * len(operation.inputs)
+        for number, tensor in zip(targets, made, strict=True):
+            if tensor is not None:
+                found[number] = local(tensor, use.wanted[number])
+        return found
 
     def _copied(
         self, operation: tf.Operation, inputs: list[tf.Tensor], places: Sequence[int | None]
