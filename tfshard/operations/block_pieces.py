@@ -96,6 +96,7 @@ class Block:
         outputs: What the block returns.
         samples: The dim of the samples in each tensor that has samples.
         places: The dim that the model axis shards, of each input that it shards.
+        changes: The dim that the model axis shards from here on, or None, of results of `steps.LocalVariables.reshard`.
         devices: The size of the model axis.
     """
 
@@ -107,6 +108,7 @@ class Block:
     outputs: list[tf.Tensor]
     samples: Mapping[Hashable, int]
     places: Mapping[Hashable, int]
+    changes: Mapping[Hashable, int | None]
     devices: int
 
 
@@ -125,7 +127,7 @@ def cut(block: Block) -> list[Piece]:
         pieces[0, False] = []
     builders = [_Builder(flow, pieces[key], key[1]) for key in sorted(pieces)]
     last = [each for each in builders if not each.is_sharded][-1:]
-    wanted = {block_ref for each in builders for block_ref in each.entered} | {each.ref() for each in block.outputs}
+    wanted = {ref for each in builders for ref in each.entered} | {flow.source(each).ref() for each in block.outputs}
     return [each.piece(wanted, loose if each in last else []) for each in builders]
 
 
@@ -173,6 +175,7 @@ class _ShardedFlow:
         self._active = {each.ref() for each in block.inputs if each.dtype.is_floating} - drawn
         self._places = dict(block.places)
         self._partial, self._lost = set[Hashable](), set[Hashable]()
+        self._sources: dict[Hashable, tf.Tensor] = {}
         for operation in programs.between(block.inputs, block.outputs):
             self._follow(operation)
         for each in block.outputs:
@@ -194,6 +197,10 @@ class _ShardedFlow:
 
     def place(self, tensor: tf.Tensor) -> int | None:
         return self._places.get(tensor.ref())
+
+    def source(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the tensor with the same values that a piece computes, in its own placement."""
+        return self._sources.get(tensor.ref(), tensor)
 
     def placement(self, tensor: tf.Tensor) -> Placement:
         """Return the placement of a tensor as its piece computes it."""
@@ -224,18 +231,19 @@ class _ShardedFlow:
         late, of_arguments = set[tf.Operation](), {each.ref() for each in self.block.arguments}
         for operation, use in self.uses.items():
             level = 0
-            for tensor, wanted in zip(operation.inputs, use.wanted, strict=True):
+            for each, wanted in zip(operation.inputs, use.wanted, strict=True):
+                tensor = self.source(each)
                 if not self.is_free(tensor) and not self.is_leaf(tensor):
                     step = 0 if self._stays(tensor, wanted, use) else 1
                     users[tensor.op].append((operation, step))
                     level = max(level, found[tensor.op] + step)
             found[operation] = level
-            if any(each.ref() in of_arguments for each in operation.inputs):
+            if any(self.source(each).ref() in of_arguments for each in operation.inputs):
                 of_arguments |= {each.ref() for each in operation.outputs}
             else:
                 late.add(operation)
         # What is computed from weights alone moves to the piece that needs it.
-        kept = {each.op for each in self.block.outputs}
+        kept = {self.source(each).op for each in self.block.outputs}
         for operation in reversed(list(self.uses)):
             if operation in late and operation not in kept and users[operation]:
                 found[operation] = min(found[user] - step for user, step in users[operation])
@@ -256,6 +264,9 @@ class _ShardedFlow:
                 return
         for each in operation.inputs:
             self._check_kept(each)
+        if outputs and outputs[0].ref() in self.block.changes:
+            self._change(operation.inputs[0], outputs[0])
+            return
         use = self.use_of(operation, [self._places.get(each) for each in refs])
         self.uses[operation] = use
         for each, place in zip(outputs, use.places, strict=True):
@@ -268,6 +279,24 @@ class _ShardedFlow:
                 self._lost.add(each.ref())
         if operation.type != "StopGradient" and any(each in self._active for each in refs):
             self._active |= {each.ref() for each in outputs if each.dtype.is_floating}
+
+    def _change(self, before: tf.Tensor, after: tf.Tensor) -> None:
+        """Note that the model axis shards another dim of a tensor from here on."""
+        place, source = self.block.changes[after.ref()], self.source(before)
+        self._sources[after.ref()] = source
+        if place is not None:
+            self._places[after.ref()] = place
+        if source.ref() in self._active:
+            self._active.add(after.ref())
+        if place is None or source.op not in self.uses or len(source.consumers()) > 1:
+            return
+        # The partial sums of a row layer are scattered before its bias is added.
+        summed = [place if each.ref() in self._partial else None for each in source.op.inputs]
+        if any(each is not None for each in summed) and not self.uses[source.op].is_sharded:
+            use = self.use_of(source.op, summed)
+            if use.places == (place,) and not use.is_partial:
+                self.uses[source.op] = use
+                self._places[source.ref()] = place
 
     def _check_kept(self, tensor: tf.Tensor) -> None:
         if tensor.ref() in self._lost:
@@ -390,6 +419,7 @@ class _Builder:
         known = {up.ref(): (local, place) for up, local, place in zip(ups, upstreams, use.places, strict=True)}
 
         def local(tensor: tf.Tensor, place: int | None) -> tf.Tensor:
+            tensor = flow.source(tensor)
             found = known.get(tensor.ref())
             if found is None and (tensor.ref(), place) in self._local:
                 return self._local[tensor.ref(), place]
@@ -432,6 +462,7 @@ class _Builder:
     def _taken(self, tensor: tf.Tensor, place: int | None) -> tf.Tensor:
         """Return a tensor in a placement: computed by this piece, free, or an input of the piece."""
         flow = self._flow
+        tensor = flow.source(tensor)
         if (tensor.ref(), place) not in self._local:
             if flow.is_free(tensor) and not flow.is_leaf(tensor):
                 self._local[tensor.ref(), place] = self._free(tensor, place)

@@ -282,13 +282,15 @@ class _TracedCall:
             NotByRowsError: The block cannot be compiled.
         """
         trace, other, records, kept = self._trace, self._other_trace(), _private.could_record(), self._kept()
+        changed = [each for each, _ in trace.variables.changes]
         key: tuple[Hashable, ...] = (
-            programs.digest(trace.operations, [*trace.outputs, *self._inputs(), *trace.written]),
+            programs.digest(trace.operations, [*trace.outputs, *self._inputs(), *trace.written, *changed]),
             # Blocks that are equal for these samples may differ for others: then the proof of one says nothing.
             None if other is None else programs.digest(other.operations, other.outputs),
             tuple(self._are_samples),
             self._devices,
             tuple(self._places()),
+            tuple(dim for _, dim in trace.variables.changes),
             None if self._model is None else self._axes[self._model],
             self._mesh.device_type(),
             kept,
@@ -337,10 +339,21 @@ class _TracedCall:
                 drawn=trace.drawn,
                 outputs=trace.outputs,
                 samples=samples_,
-                places={each.ref(): dim for each, dim in zip(trace.read, places, strict=True) if dim is not None},
+                places={each.ref(): dim for each, dim in zip(trace.read, places, strict=True) if dim is not None}
+                | self._sequences(),
+                changes={each.ref(): dim for each, dim in trace.variables.changes},
                 devices=self._axes[self._model],
             )
         )
+
+    def _sequences(self) -> dict[Hashable, int]:
+        """Return the dim of the positions of each argument that sequence parallelism shards along them."""
+        lengths = {each.shape[1] for each, _ in self._trace.variables.changes}
+        return {
+            each.ref(): 1
+            for each in self._trace.arguments
+            if each.dtype.is_floating and each.shape.rank == 3 and each.shape[1] in lengths
+        }
 
     def _whole(self, samples_: Mapping[Hashable, int]) -> Piece:
         """Return the block as one piece."""
@@ -450,6 +463,11 @@ class _TracedCall:
         made = {numbers[inner.ref()]: outer for inner, outer in zip(self._inputs(), given, strict=True)}
         for pair in pairs:
             made |= zip(pair.made, self._called(pair, [made[number] for number in pair.taken]), strict=True)
+        for after, dim in trace.variables.changes:
+            before = made.get(numbers[after.op.inputs[0].ref()])
+            if before is not None:  # The block returns it.
+                layout = self._layout(before.shape.rank, Placement(0 if self._has_samples(before) else None, dim))
+                made[numbers[after.ref()]] = transfer.relayout(before, layout, self._mesh)
         results = [made[numbers[each.ref()]] for each in trace.outputs]
         for variable, value in written:
             variable.assign(value)

@@ -26,10 +26,12 @@ class BlockVariables:
     Attributes:
         reads: Each variable that was read, with its placeholder, by the id of the variable.
         writes: Each variable that was written, with its new value.
+        changes: Results of `reshard`, with the dim that the model axis shards from here on.
     """
 
     reads: dict[int, tuple[Any, tf.Tensor]] = dataclasses.field(default_factory=dict)
     writes: dict[int, tuple[Any, tf.Tensor]] = dataclasses.field(default_factory=dict)
+    changes: list[tuple[tf.Tensor, int | None]] = dataclasses.field(default_factory=list)
 
     def read(self, variable: Any) -> tf.Tensor:
         if variable.layout.kind is not None:
@@ -43,6 +45,11 @@ class BlockVariables:
 
     def write(self, variable: Any, value: tf.Tensor) -> None:
         self.writes[id(variable)] = variable, value
+
+    def reshard(self, tensor: tf.Tensor, dim: int | None) -> tf.Tensor:
+        made = tf.identity(tensor)
+        self.changes.append((made, dim))
+        return made
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -130,6 +130,7 @@ class _SequenceCall:
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if steps.current() is None and _recording is None:
             return self.call(inputs, *args, **kwargs)
+        local = steps.context().local  # A compiled block communicates between its pieces.
         # A table that also computes logits is sharded by rows, and works as a column layer then.
         gathers = self.kind == "column" or bool(kwargs.get("reverse"))
         if gathers and tf.is_tensor(inputs) and self._fits(inputs):
@@ -139,6 +140,8 @@ class _SequenceCall:
             if _recording is not None:
                 _recording[0].add(outputs.name)
                 return outputs
+            if local is not None:
+                return local.reshard(outputs, 1)
             outputs = _with_pinned_gradient(outputs, self._unsharded(outputs), self._sharded(outputs), self.mesh)
         return outputs
 
@@ -168,10 +171,12 @@ class _SequenceCall:
         assert step is not None
         known, key = _gathered.setdefault(step, {}), (id(tensor), steps.here())
         if key not in known:
-            known[key] = (
-                tensor,
-                _with_pinned_gradient(tensor, self._sharded(tensor), self._unsharded(tensor), self.mesh),
-            )
+            local = steps.context().local
+            if local is not None:
+                made = local.reshard(tensor, None)
+            else:
+                made = _with_pinned_gradient(tensor, self._sharded(tensor), self._unsharded(tensor), self.mesh)
+            known[key] = tensor, made
         return known[key][1]
 
 

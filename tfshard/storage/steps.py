@@ -73,6 +73,9 @@ class LocalVariables(Protocol):
     def write(self, variable: Any, value: tf.Tensor) -> None:
         """Record a new value in the graph of the block."""
 
+    def reshard(self, tensor: tf.Tensor, dim: int | None) -> tf.Tensor:
+        """Return a tensor that the model axis shards along `dim` from here on. None: on each device in full."""
+
 
 class ReadLog:
     """The reads of one step: gathered values, and the last read of each trained variable.
