@@ -147,14 +147,21 @@ class _Use:
 
     @property
     def is_sharded(self) -> bool:
-        return any(each is not None for each in self.wanted)
+        return self.is_partial or any(each is not None for each in self.wanted)
+
+
+# Operations that only rearrange the elements of their first input.
+_REARRANGING = frozenset(("ExpandDims", "Identity", "Reshape", "Squeeze", "Transpose"))
 
 
 class _ShardedFlow:
     """The sharded dims of a block.
 
-    Some tensors are free: they follow from constants and random numbers, element by element, and have no gradient. Each
-    piece computes the free tensors that it needs, in the placement that it needs.
+    Some tensors are free: each piece that needs them computes them.
+
+    - What follows from constants and random numbers, element by element, in the placement that the piece needs.
+    - What follows from replicated weights. In a sharded piece the gradients of these weights are partial sums.
+    - What only rearranges a replicated tensor for sharded operations.
 
     Attributes:
         block: The block.
@@ -169,6 +176,7 @@ class _ShardedFlow:
         self.uses: dict[tf.Operation, _Use] = {}
         self.numbers = numbered(block.operations)
         self.constants = row_proof.Constants()
+        self._users = collections.Counter(tensor.ref() for each in block.operations for tensor in each.inputs)
         drawn = {each.ref() for each in block.drawn}
         self._leaves = {each.ref() for each in block.inputs}
         self._free, self._constant = set(drawn), set[Hashable]()
@@ -180,6 +188,7 @@ class _ShardedFlow:
             self._follow(operation)
         for each in block.outputs:
             self._check_kept(each)
+        self._free_replicated()
 
     def is_free(self, tensor: tf.Tensor) -> bool:
         return tensor.ref() in self._free
@@ -231,10 +240,9 @@ class _ShardedFlow:
         late, of_arguments = set[tf.Operation](), {each.ref() for each in self.block.arguments}
         for operation, use in self.uses.items():
             level = 0
-            for each, wanted in zip(operation.inputs, use.wanted, strict=True):
-                tensor = self.source(each)
-                if not self.is_free(tensor) and not self.is_leaf(tensor):
-                    step = 0 if self._stays(tensor, wanted, use) else 1
+            for given, wanted in zip(operation.inputs, use.wanted, strict=True):
+                for tensor in self._computed(given):
+                    step = 0 if self.is_carried(tensor, use) or self._stays(tensor, wanted, use) else 1
                     users[tensor.op].append((operation, step))
                     level = max(level, found[tensor.op] + step)
             found[operation] = level
@@ -249,10 +257,43 @@ class _ShardedFlow:
                 found[operation] = min(found[user] - step for user, step in users[operation])
         return found
 
+    def _computed(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """Return the tensors that pieces compute, and from which a tensor follows by free operations."""
+        tensor = self.source(tensor)
+        if self.is_leaf(tensor) or self.is_constant(tensor):
+            return []
+        if not self.is_free(tensor):
+            return [tensor]
+        return [found for each in tensor.op.inputs for found in self._computed(each)]
+
+    def is_carried(self, tensor: tf.Tensor, use: _Use) -> bool:
+        """Return whether an operation rearranges partial sums before they are reduced."""
+        return use.is_partial and tensor.ref() in self._partial
+
     def _stays(self, tensor: tf.Tensor, wanted: int | None, use: _Use) -> bool:
         """Return whether an operation can take a tensor in the piece that computes it."""
         is_same_kind = self.uses[tensor.op].is_sharded == use.is_sharded
         return is_same_kind and tensor.ref() not in self._partial and self.place(tensor) == wanted
+
+    def _free_replicated(self) -> None:
+        """Let each piece compute what follows from replicated weights, and what is rearranged for the piece."""
+        kept = {self.source(each).op for each in self.block.outputs}
+        of_arguments = {each.ref() for each in self.block.arguments}
+        for operation in self.uses:
+            if any(self.source(each).ref() in of_arguments for each in operation.inputs):
+                of_arguments |= {each.ref() for each in operation.outputs}
+        users: dict[tf.Operation, list[tuple[_Use, int | None]]] = collections.defaultdict(list)
+        for operation, use in reversed(list(self.uses.items())):
+            is_free = not use.is_sharded and operation not in kept and not programs.has_custom_gradients([operation])
+            if is_free and all(wanted is None for _, wanted in users[operation]):
+                is_rearranging = operation.type in _REARRANGING and all(each.is_sharded for each, _ in users[operation])
+                if is_rearranging or not any(each.ref() in of_arguments for each in operation.outputs):
+                    self._free |= {each.ref() for each in operation.outputs}
+                    del self.uses[operation]
+                    if is_rearranging:
+                        use = dataclasses.replace(use, is_partial=True)  # Its users are sharded.
+            for tensor, wanted in zip(operation.inputs, use.wanted, strict=True):
+                users[self.source(tensor).op].append((use, wanted))
 
     def _follow(self, operation: tf.Operation) -> None:
         refs, outputs = [each.ref() for each in operation.inputs], operation.outputs
@@ -288,7 +329,7 @@ class _ShardedFlow:
             self._places[after.ref()] = place
         if source.ref() in self._active:
             self._active.add(after.ref())
-        if place is None or source.op not in self.uses or len(source.consumers()) > 1:
+        if place is None or source.op not in self.uses or self._users[source.ref()] > 1:
             return
         # The partial sums of a row layer are scattered before its bias is added.
         summed = [place if each.ref() in self._partial else None for each in source.op.inputs]
@@ -312,6 +353,10 @@ class _ShardedFlow:
         found: list[int | None] = [None] * len(operation.outputs)
         if operation.type == "IdentityN":
             return _Use(wanted=tuple(places), places=tuple(places))
+        first = operation.inputs[0] if operation.inputs else None
+        if first is not None and first.ref() in self._partial and operation.type in _REARRANGING:
+            if self._users[first.ref()] == 1:
+                return _Use(wanted=(None,) * len(places), places=(None,), is_partial=True)
         partial = []
         for number, place in enumerate(places):
             if place is None:
@@ -387,8 +432,12 @@ class _Builder:
         )
 
     def _add(self, operation: tf.Operation) -> None:
-        use = self._flow.uses[operation]
-        inputs = [self._taken(each, place) for each, place in zip(operation.inputs, use.wanted, strict=True)]
+        flow = self._flow
+        use = flow.uses[operation]
+        inputs = [
+            self._made[each.ref()] if flow.is_carried(each, use) else self._taken(each, place)
+            for each, place in zip(operation.inputs, use.wanted, strict=True)
+        ]
         if programs.has_custom_gradients([operation]):
             copies = self._with_gradient(operation, inputs, use)
         else:
