@@ -613,20 +613,38 @@ MUTATIONS = [
     ),
     Mutation(
         area="compiled blocks",
-        function="tfshard.operations.compiled_blocks:_TracedCall._gradient",
-        old="tf.reduce_sum(self._left(tensor, True), 0)",
-        new="self._left(tensor, True)[0]",
+        function="tfshard.operations.compiled_blocks:_TracedCall._left",
+        old="tf.reduce_sum(left, list(range(len(summed))))",
+        new="left[(0,) * len(summed)]",
         what="the gradient of a weight of a compiled block comes from one device",
         killed_by="tests/operations/test_compiled_blocks.py::test_compiled_blocks_train_as_on_one_device[no groups]",
     ),
     Mutation(
         area="compiled blocks",
         function="tfshard.operations.compiled_blocks:_TracedCall._upstream",
-        old="        if is_shared_out and not has_samples:\n",
+        old="        if has_samples and sharding.data is None:\n",
         new="        if False:\n",
         what="the gradient of a result that no sample has part in counts once for each device",
         killed_by="tests/operations/test_compiled_blocks.py::"
         "test_a_result_that_no_sample_has_part_in_has_its_gradient_once",
+    ),
+    Mutation(
+        area="compiled blocks",
+        function="tfshard.operations.compiled_blocks:_TracedCall._summed",
+        old="[self._model] if is_sharded and given.model is None else []",
+        new="[]",
+        what="the gradient of what enters a sharded piece comes from one device of the model axis",
+        killed_by="tests/operations/test_compiled_tensor_parallel.py::"
+        "test_blocks_train_as_on_one_device[batch=2 x model=2, stage 3]",
+    ),
+    Mutation(
+        area="compiled blocks",
+        function="tfshard.operations.block_pieces:_Builder._with_gradient",
+        old="lambda *upstreams: self._gradient(operation, use, upstreams)",
+        new="lambda *upstreams: upstreams",
+        what="a piece of a block does not take the gradient of a tf.custom_gradient",
+        killed_by="tests/operations/test_compiled_tensor_parallel.py::"
+        "test_blocks_train_as_on_one_device[batch=2 x model=2, stage 3]",
     ),
     Mutation(
         area="compiled blocks",

@@ -290,6 +290,14 @@ def _same_size(operation: tf.Operation, number: int, dim: int, devices: int) -> 
     return Flow(outputs=((0, dim),))
 
 
+def _cumsum(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    return (
+        _reduced(operation)
+        if number or _axis(operation, 1, len(operation.inputs[0].shape)) == dim
+        else Flow(outputs=((0, dim),))
+    )
+
+
 def _batch_only(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
     """Pass only the batch dim: DTensor expands these operations over no other dim (dataparallel_spmd_expander.cc)."""
     if number == 0 and dim == 0:
@@ -448,7 +456,8 @@ _RULES: dict[str, Rule] = {
     "ConcatV2": _concat,
     "Split": _split,
     "SplitV": _split,
-    **dict.fromkeys(("Tile", "Slice", "Pad", "PadV2", "Cumsum"), _same_size),
+    **dict.fromkeys(("Tile", "Slice", "Pad", "PadV2"), _same_size),
+    "Cumsum": _cumsum,
     **dict.fromkeys(("MaxPool", "AvgPool", "ResizeBilinear", "ResizeNearestNeighbor", "FusedBatchNormV3"), _batch_only),
     "BroadcastTo": _broadcast_to,
     "StridedSlice": _strided_slice,

@@ -31,7 +31,7 @@ from tfshard.operations.row_proof import NotByRowsError
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class Sharding:
     """Which dims of a tensor the axes of a mesh shard.
 
     Attributes:
@@ -54,10 +54,10 @@ class Piece:
         operations: The operations of the graph, without those of gradients that are added later.
         inputs: The tensors of the graph that are given.
         taken: For each input, the number of its tensor in the trace (`numbered`).
-        given: The placement of each input.
+        given: The sharding of each input.
         outputs: The tensors of the graph to compute.
         made: For each output, the number of its tensor in the trace.
-        results: The placement of each output.
+        results: The sharding of each output.
         differentiated: The numbers of the inputs that may have a gradient.
         is_sharded: True if each device along the model axis computes a share.
     """
@@ -66,10 +66,10 @@ class Piece:
     operations: list[tf.Operation]
     inputs: list[tf.Tensor]
     taken: list[int]
-    given: list[Placement]
+    given: list[Sharding]
     outputs: list[tf.Tensor]
     made: list[int]
-    results: list[Placement]
+    results: list[Sharding]
     differentiated: list[int]
     is_sharded: bool = False
 
@@ -84,7 +84,7 @@ def numbered(operations: Iterable[tf.Operation]) -> dict[Hashable, int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
+class TracedBlock:
     """A traced block to cut.
 
     Attributes:
@@ -112,7 +112,7 @@ class Block:
     devices: int
 
 
-def cut(block: Block) -> list[Piece]:
+def cut(block: TracedBlock) -> list[Piece]:
     """Return the pieces of a block, in the order in which they run.
 
     Raises:
@@ -159,7 +159,7 @@ class _ShardedFlow:
 
     Some tensors are free: each piece that needs them computes them.
 
-    - What follows from constants and random numbers, element by element, in the placement that the piece needs.
+    - What follows from constants and random numbers, element by element, sharded as the piece needs them.
     - What follows from replicated weights. In a sharded piece the gradients of these weights are partial sums.
     - What only rearranges a replicated tensor for sharded operations.
 
@@ -171,7 +171,7 @@ class _ShardedFlow:
         NotByRowsError: An operation needs all of a sharded dim, or has no rule.
     """
 
-    def __init__(self, block: Block):
+    def __init__(self, block: TracedBlock):
         self.block = block
         self.uses: dict[tf.Operation, _Use] = {}
         self.numbers = numbered(block.operations)
@@ -208,12 +208,12 @@ class _ShardedFlow:
         return self._places.get(tensor.ref())
 
     def source(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the tensor with the same values that a piece computes, in its own placement."""
+        """Return the tensor of which `reshard` made a tensor; other tensors as they are."""
         return self._sources.get(tensor.ref(), tensor)
 
-    def placement(self, tensor: tf.Tensor) -> Placement:
-        """Return the placement of a tensor as its piece computes it."""
-        return Placement(
+    def sharding(self, tensor: tf.Tensor) -> Sharding:
+        """Return the sharding of a tensor as its piece computes it."""
+        return Sharding(
             self.block.samples.get(tensor.ref()), self.place(tensor), is_partial=tensor.ref() in self._partial
         )
 
@@ -404,7 +404,7 @@ class _Builder:
         self._graph = _private.func_graph(local_shards.NAME)
         self._local: dict[tuple[Hashable, int | None], tf.Tensor] = {}
         self._made: dict[Hashable, tf.Tensor] = {}
-        self._inputs: list[tuple[tf.Tensor, tf.Tensor, Placement]] = []
+        self._inputs: list[tuple[tf.Tensor, tf.Tensor, Sharding]] = []
         with self._graph.as_default():
             for operation in operations:
                 self._add(operation)
@@ -423,10 +423,10 @@ class _Builder:
             operations=self._graph.get_operations(),
             inputs=[inner for _, inner, _ in self._inputs],
             taken=[flow.numbers[tensor.ref()] for tensor, _, _ in self._inputs],
-            given=[placement for _, _, placement in self._inputs],
+            given=[sharding for _, _, sharding in self._inputs],
             outputs=local,
             made=[flow.numbers[each.ref()] for each in outputs],
-            results=[flow.placement(each) for each in outputs],
+            results=[flow.sharding(each) for each in outputs],
             differentiated=[n for n, (tensor, _, _) in enumerate(self._inputs) if flow.is_active(tensor)],
             is_sharded=self.is_sharded,
         )
@@ -509,7 +509,7 @@ class _Builder:
         return copies
 
     def _taken(self, tensor: tf.Tensor, place: int | None) -> tf.Tensor:
-        """Return a tensor in a placement: computed by this piece, free, or an input of the piece."""
+        """Return a tensor with a sharded dim, or in full: computed by this piece, free, or an input of the piece."""
         flow = self._flow
         tensor = flow.source(tensor)
         if (tensor.ref(), place) not in self._local:
@@ -517,7 +517,7 @@ class _Builder:
                 self._local[tensor.ref(), place] = self._free(tensor, place)
             else:
                 inner = tf.compat.v1.placeholder(tensor.dtype, flow.local_shape(tensor, place))
-                self._inputs.append((tensor, inner, Placement(flow.block.samples.get(tensor.ref()), place)))
+                self._inputs.append((tensor, inner, Sharding(flow.block.samples.get(tensor.ref()), place)))
                 self._local[tensor.ref(), place] = inner
         return self._local[tensor.ref(), place]
 

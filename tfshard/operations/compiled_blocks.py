@@ -6,6 +6,9 @@ device (local_traces.py), and proved to be by samples (row_proof.py). Two operat
 (programs.py). DTensor leaves these operations as they are. Weights come in gathered, by the unshard schedule, and their
 local gradients are summed over the devices like all gradients.
 
+On a mesh with a model axis, a block whose weights the axis shards is cut into pieces (block_pieces.py). Each piece runs
+without communication, and has a forward and a backward program.
+
 What a block draws is drawn in the step, so that masks of dropout are those of one device. What it writes (the states of
 seeds) is computed in the step. The backward pass takes the results of matrix products from the forward pass, and
 computes the rest again from the inputs of the block; in a block of `strategy.recompute` it computes all of it again.
@@ -29,7 +32,7 @@ from tfshard.errors import UnsupportedOperationError, warn
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import block_pieces, blocks, layer_patch, local_traces, programs, row_proof, samples
-from tfshard.operations.block_pieces import Block, Piece, Placement
+from tfshard.operations.block_pieces import Piece, Sharding, TracedBlock
 from tfshard.operations.layer_patch import COMPILED
 from tfshard.operations.local_traces import LocalTrace
 from tfshard.operations.programs import Program
@@ -56,7 +59,7 @@ class CompiledBlock:
 
     Attributes:
         path: The path of the layer.
-        programs: The number of XLA programs: 2 with a gradient, 1 without. 0 if the block is not compiled.
+        programs: The number of XLA programs: for each piece 2 with a gradient, 1 without. 0 if it is not compiled.
         reason: Why the block is not compiled; empty otherwise.
     """
 
@@ -124,9 +127,9 @@ class _Pair:
         forward: Computes the outputs, and what the backward pass takes of the forward pass.
         backward: Computes the gradients. None without a gradient.
         taken: For each input, the number of its tensor in the trace (`block_pieces.numbered`).
-        given: The placement of each input.
+        given: The sharding of each input.
         made: For each output, the number of its tensor in the trace.
-        results: The placement of each output.
+        results: The sharding of each output.
         upstreams: The numbers of the outputs that have a gradient.
         gradients: The numbers of the inputs that have a gradient.
         is_sharded: True if each device along the model axis computes a share.
@@ -135,9 +138,9 @@ class _Pair:
     forward: Program
     backward: Program | None
     taken: list[int]
-    given: list[Placement]
+    given: list[Sharding]
     made: list[int]
-    results: list[Placement]
+    results: list[Sharding]
     upstreams: list[int]
     gradients: list[int]
     is_sharded: bool
@@ -331,7 +334,7 @@ class _TracedCall:
             return [self._whole(samples_)]
         trace = self._trace
         return block_pieces.cut(
-            Block(
+            TracedBlock(
                 graph=trace.graph,
                 operations=trace.operations,
                 inputs=self._inputs(),
@@ -365,10 +368,10 @@ class _TracedCall:
             operations=trace.operations,
             inputs=inputs,
             taken=[numbers[each.ref()] for each in inputs],
-            given=[Placement(samples_.get(each.ref())) for each in inputs],
+            given=[Sharding(samples_.get(each.ref())) for each in inputs],
             outputs=trace.outputs,
             made=[numbers[each.ref()] for each in trace.outputs],
-            results=[Placement(samples_.get(each.ref())) for each in trace.outputs],
+            results=[Sharding(samples_.get(each.ref())) for each in trace.outputs],
             differentiated=[number for number in undrawn if inputs[number].dtype.is_floating],
         )
 
@@ -383,8 +386,8 @@ class _TracedCall:
             for place, (number, _) in enumerate(gradients.targets):
                 for _ in self._summed(piece.given[number], has_samples, piece.is_sharded):
                     targets[place] = tf.expand_dims(targets[place], 0)
-            for number, placement in enumerate(piece.results):
-                if placement.is_partial:
+            for number, sharding in enumerate(piece.results):
+                if sharding.is_partial:
                     outputs[number] = tf.expand_dims(outputs[number], 0)
         return _Pair(
             forward=self._program(piece.inputs, [*outputs, *saved]),
@@ -398,7 +401,7 @@ class _TracedCall:
             is_sharded=piece.is_sharded,
         )
 
-    def _summed(self, given: Placement, has_samples: bool, is_sharded: bool) -> list[str]:
+    def _summed(self, given: Sharding, has_samples: bool, is_sharded: bool) -> list[str]:
         """Return the axes over which the local gradients of an input are summed."""
         over_data = [self._axes.data] if has_samples and given.data is None else []
         over_model = [self._model] if is_sharded and given.model is None else []
@@ -456,8 +459,8 @@ class _TracedCall:
         variables = [tf.cast(value, taken.dtype) for value, taken in zip(values, trace.read, strict=True)]
         captured = [tf.convert_to_tensor(outer) for outer, _ in trace.captured]
         outside = self._outside(values, captured)
-        placements = {number: each for pair in pairs for number, each in zip(pair.taken, pair.given, strict=True)}
-        drawn = [self._draw(each, outside, placements.get(numbers[each.ref()], Placement())) for each in trace.drawn]
+        shardings = {number: each for pair in pairs for number, each in zip(pair.taken, pair.given, strict=True)}
+        drawn = [self._draw(each, outside, shardings.get(numbers[each.ref()], Sharding())) for each in trace.drawn]
         written = [(variable, outside.made(value)) for variable, value in trace.variables.writes.values()]
         given = [*self._given, *variables, *captured, *drawn]
         made = {numbers[inner.ref()]: outer for inner, outer in zip(self._inputs(), given, strict=True)}
@@ -466,7 +469,7 @@ class _TracedCall:
         for after, dim in trace.variables.changes:
             before = made.get(numbers[after.op.inputs[0].ref()])
             if before is not None:  # The block returns it.
-                layout = self._layout(before.shape.rank, Placement(0 if self._has_samples(before) else None, dim))
+                layout = self._layout(before.shape.rank, Sharding(0 if self._has_samples(before) else None, dim))
                 made[numbers[after.ref()]] = transfer.relayout(before, layout, self._mesh)
         results = [made[numbers[each.ref()]] for each in trace.outputs]
         for variable, value in written:
@@ -508,8 +511,8 @@ class _TracedCall:
 
         records = _private.could_record()
         results = list(tf.custom_gradient(differentiable)(*given)) if records else forward(given)[0]
-        for result, local, placement in zip(results, locals_, pair.results, strict=True):
-            self._note_local(result, local, placement)
+        for result, local, sharding in zip(results, locals_, pair.results, strict=True):
+            self._note_local(result, local, sharding)
         return results
 
     def _called_once(self, program: Program, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -525,18 +528,18 @@ class _TracedCall:
 
         return list(tf.custom_gradient(lambda *tensors: (program.call(tensors), refuse))(*inputs))
 
-    def _layout(self, rank: int, placement: Placement, summed: Sequence[str] = ()) -> Axes:
+    def _layout(self, rank: int, sharding: Sharding, summed: Sequence[str] = ()) -> Axes:
         """Return the layout of a tensor, with a row for each device of some axes in front."""
         axes: list[str | None] = [None] * rank
-        if placement.data is not None:
-            axes[placement.data] = self._axes.data
-        if placement.model is not None:
-            axes[placement.model] = self._model
+        if sharding.data is not None:
+            axes[sharding.data] = self._axes.data
+        if sharding.model is not None:
+            axes[sharding.model] = self._model
         return (*summed, *axes)
 
-    def _entered(self, tensor: tf.Tensor, placement: Placement) -> tf.Tensor:
+    def _entered(self, tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
         """Return the local shard of a tensor, for a program."""
-        layout = self._layout(tensor.shape.rank, placement)
+        layout = self._layout(tensor.shape.rank, sharding)
         local = _locals_of(tensor).get(("local", tensor.ref(), layout))
         if local is not None:
             return local[0]
@@ -546,34 +549,34 @@ class _TracedCall:
         with local_shards.scope():
             return local_shards.to_local(tensor, layout, self._mesh)
 
-    def _left(self, tensor: tf.Tensor, placement: Placement, summed: Sequence[str] = ()) -> tf.Tensor:
+    def _left(self, tensor: tf.Tensor, sharding: Sharding, summed: Sequence[str] = ()) -> tf.Tensor:
         """Return the global tensor of a program's local result: the sum over some axes, or over partial sums."""
-        assert self._model is not None or not placement.is_partial
-        summed = [self._model] if placement.is_partial and self._model is not None else summed
-        layout = self._layout(tensor.shape.rank - len(summed), placement, summed)
+        assert self._model is not None or not sharding.is_partial
+        summed = [self._model] if sharding.is_partial and self._model is not None else summed
+        layout = self._layout(tensor.shape.rank - len(summed), sharding, summed)
         if not any(layout):
             return transfer.relayout(tensor, layout, self._mesh)
         left = local_shards.from_local(tensor, layout, self._mesh)
         return tf.reduce_sum(left, list(range(len(summed)))) if summed else left
 
-    def _upstream(self, tensor: tf.Tensor, placement: Placement, has_samples: bool) -> tf.Tensor:
+    def _upstream(self, tensor: tf.Tensor, sharding: Sharding, has_samples: bool) -> tf.Tensor:
         """Return the local gradient of an output. All devices share a gradient of what they all computed."""
-        if has_samples and placement.data is None:
+        if has_samples and sharding.data is None:
             tensor = tensor / tf.cast(self._devices, tensor.dtype)
-        return self._entered(tensor, placement)
+        return self._entered(tensor, sharding)
 
-    def _gradient(self, tensor: tf.Tensor, placement: Placement, pair: _Pair) -> tf.Tensor:
+    def _gradient(self, tensor: tf.Tensor, sharding: Sharding, pair: _Pair) -> tf.Tensor:
         """Return the gradient of an input. The local gradients of a weight are summed over the devices."""
-        summed = self._summed(placement, pair.has_samples, pair.is_sharded)
-        left = self._left(tensor, placement, summed)
+        summed = self._summed(sharding, pair.has_samples, pair.is_sharded)
+        left = self._left(tensor, sharding, summed)
         if not summed:
-            self._note_local(left, tensor, placement)
+            self._note_local(left, tensor, sharding)
         return left
 
-    def _note_local(self, tensor: tf.Tensor, local: tf.Tensor, placement: Placement) -> None:
+    def _note_local(self, tensor: tf.Tensor, local: tf.Tensor, sharding: Sharding) -> None:
         """Record the local shards of which a global tensor was made: another program takes them as they are."""
-        layout = self._layout(tensor.shape.rank, placement)
-        if any(layout) and not placement.is_partial:
+        layout = self._layout(tensor.shape.rank, sharding)
+        if any(layout) and not sharding.is_partial:
             _locals_of(tensor)["local", tensor.ref(), layout] = local, None
 
     def _outside(self, values: Sequence[tf.Tensor], captured: Sequence[tf.Tensor]) -> "_Outside":
@@ -587,12 +590,12 @@ class _TracedCall:
         known |= {inner.ref(): outer for inner, outer in zip(placeholders, [*values, *captured], strict=True)}
         return _Outside(known)
 
-    def _draw(self, tensor: tf.Tensor, outside: "_Outside", placement: Placement) -> tf.Tensor:
+    def _draw(self, tensor: tf.Tensor, outside: "_Outside", sharding: Sharding) -> tf.Tensor:
         """Draw a random tensor in the step, for all devices."""
-        shape = [size * self._devices if dim == placement.data else size for dim, size in enumerate(tensor.shape)]
+        shape = [size * self._devices if dim == sharding.data else size for dim, size in enumerate(tensor.shape)]
         parameters = [outside.made(each) for each in tensor.op.inputs[1:]]
         drawn = outside.run(tensor.op, [tf.constant(shape, tensor.op.inputs[0].dtype), *parameters])[0]
-        return transfer.relayout(drawn, self._layout(len(shape), placement), self._mesh)
+        return transfer.relayout(drawn, self._layout(len(shape), sharding), self._mesh)
 
 
 class _Outside:

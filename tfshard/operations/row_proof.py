@@ -264,6 +264,8 @@ def _advanced(operation: tf.Operation, dims: Mapping[Hashable, int]) -> dict[Has
         return {}
     if _private.is_stateful(operation):
         raise NotByRowsError(f"{_described(operation)} has side effects")
+    if operation.type.startswith("FusedBatchNorm") and operation.get_attr("is_training"):
+        raise NotByRowsError(dim_rules.needs_all(operation))
     found: dict[Hashable, int] | None = None
     for number, dim in given.items():
         outcome = dim_rules.advance(operation, number, dim, 1)
