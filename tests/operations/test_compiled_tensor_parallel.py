@@ -238,6 +238,7 @@ BETWEEN: dict[str, tuple[Callable[..., Any], int, str]] = {
 
 
 @pytest.mark.sweep(1)
+@pytest.mark.filterwarnings("ignore::tfshard.errors.LayoutWarning")
 @pytest.mark.parametrize("name", BETWEEN)
 def test_what_cannot_be_sharded_is_not_compiled_and_trains_as_on_one_device(name: str):
     between, programs, message = BETWEEN[name]

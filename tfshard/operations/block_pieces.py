@@ -191,9 +191,11 @@ class _ShardedFlow:
         self._free_replicated()
 
     def is_free(self, tensor: tf.Tensor) -> bool:
+        """Return whether each piece computes a tensor by itself. Random tensors are free, too: pieces take them in."""
         return tensor.ref() in self._free
 
     def is_constant(self, tensor: tf.Tensor) -> bool:
+        """Return whether a tensor follows from constants alone."""
         return tensor.ref() in self._constant
 
     def is_leaf(self, tensor: tf.Tensor) -> bool:
@@ -205,6 +207,7 @@ class _ShardedFlow:
         return tensor.ref() in self._active
 
     def place(self, tensor: tf.Tensor) -> int | None:
+        """Return the dim of a tensor that the model axis shards."""
         return self._places.get(tensor.ref())
 
     def source(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -234,7 +237,7 @@ class _ShardedFlow:
         return tuple(shape)
 
     def levels(self) -> dict[tf.Operation, int]:
-        """Return the level of each operation."""
+        """Return the level of each operation: pieces with a lower level run first."""
         found: dict[tf.Operation, int] = {}
         users: dict[tf.Operation, list[tuple[tf.Operation, int]]] = collections.defaultdict(list)
         late, of_arguments = set[tf.Operation](), {each.ref() for each in self.block.arguments}
@@ -259,12 +262,18 @@ class _ShardedFlow:
 
     def _computed(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """Return the tensors that pieces compute, and from which a tensor follows by free operations."""
-        tensor = self.source(tensor)
-        if self.is_leaf(tensor) or self.is_constant(tensor):
-            return []
-        if not self.is_free(tensor):
-            return [tensor]
-        return [found for each in tensor.op.inputs for found in self._computed(each)]
+        found: dict[Hashable, tf.Tensor] = {}
+        left, seen = [tensor], set[Hashable]()
+        while left:
+            tensor = self.source(left.pop())
+            if tensor.ref() in seen or self.is_leaf(tensor) or self.is_constant(tensor):
+                continue
+            seen.add(tensor.ref())
+            if self.is_free(tensor):
+                left += tensor.op.inputs
+            else:
+                found[tensor.ref()] = tensor
+        return list(found.values())
 
     def is_carried(self, tensor: tf.Tensor, use: _Use) -> bool:
         """Return whether an operation rearranges partial sums before they are reduced."""
