@@ -132,7 +132,7 @@ def cut(block: TracedBlock) -> list[Piece]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Use:
+class _ShardedUse:
     """What an operation does with the model axis.
 
     Attributes:
@@ -173,7 +173,7 @@ class _ShardedFlow:
 
     def __init__(self, block: TracedBlock):
         self.block = block
-        self.uses: dict[tf.Operation, _Use] = {}
+        self.uses: dict[tf.Operation, _ShardedUse] = {}
         self.numbers = numbered(block.operations)
         self.constants = row_proof.Constants()
         self._users = collections.Counter(tensor.ref() for each in block.operations for tensor in each.inputs)
@@ -275,11 +275,11 @@ class _ShardedFlow:
                 found[tensor.ref()] = tensor
         return list(found.values())
 
-    def is_carried(self, tensor: tf.Tensor, use: _Use) -> bool:
+    def is_carried(self, tensor: tf.Tensor, use: _ShardedUse) -> bool:
         """Return whether an operation rearranges partial sums before they are reduced."""
         return use.is_partial and tensor.ref() in self._partial
 
-    def _stays(self, tensor: tf.Tensor, wanted: int | None, use: _Use) -> bool:
+    def _stays(self, tensor: tf.Tensor, wanted: int | None, use: _ShardedUse) -> bool:
         """Return whether an operation can take a tensor in the piece that computes it."""
         is_same_kind = self.uses[tensor.op].is_sharded == use.is_sharded
         return is_same_kind and tensor.ref() not in self._partial and self.place(tensor) == wanted
@@ -291,7 +291,7 @@ class _ShardedFlow:
         for operation in self.uses:
             if any(self.source(each).ref() in of_arguments for each in operation.inputs):
                 of_arguments |= {each.ref() for each in operation.outputs}
-        users: dict[tf.Operation, list[tuple[_Use, int | None]]] = collections.defaultdict(list)
+        users: dict[tf.Operation, list[tuple[_ShardedUse, int | None]]] = collections.defaultdict(list)
         for operation, use in reversed(list(self.uses.items())):
             is_free = not use.is_sharded and operation not in kept and not programs.has_custom_gradients([operation])
             if is_free and all(wanted is None for _, wanted in users[operation]):
@@ -352,7 +352,7 @@ class _ShardedFlow:
         if tensor.ref() in self._lost:
             raise NotByRowsError(dim_rules.needs_all(tensor.op))
 
-    def use_of(self, operation: tf.Operation, places: Sequence[int | None]) -> _Use:
+    def use_of(self, operation: tf.Operation, places: Sequence[int | None]) -> _ShardedUse:
         """Return what an operation does, from the sharded dims of its inputs.
 
         Raises:
@@ -361,11 +361,11 @@ class _ShardedFlow:
         wanted: list[int | None] = list(places)
         found: list[int | None] = [None] * len(operation.outputs)
         if operation.type == "IdentityN":
-            return _Use(wanted=tuple(places), places=tuple(places))
+            return _ShardedUse(wanted=tuple(places), places=tuple(places))
         first = operation.inputs[0] if operation.inputs else None
         if first is not None and first.ref() in self._partial and operation.type in _REARRANGING:
             if self._users[first.ref()] == 1:
-                return _Use(wanted=(None,) * len(places), places=(None,), is_partial=True)
+                return _ShardedUse(wanted=(None,) * len(places), places=(None,), is_partial=True)
         partial = []
         for number, place in enumerate(places):
             if place is None:
@@ -393,7 +393,7 @@ class _ShardedFlow:
             if len(partial) > 1 and (made != found or partial[0] != partial[-1]):
                 raise NotByRowsError(f"the inputs of '{operation.name}' are sharded along different dims")
             found = made
-        return _Use(wanted=tuple(wanted), places=tuple(found), is_partial=any(partial))
+        return _ShardedUse(wanted=tuple(wanted), places=tuple(found), is_partial=any(partial))
 
 
 # Operations whose second input is the shape of their result.
@@ -456,7 +456,7 @@ class _Builder:
             if not use.is_partial:
                 self._local[output.ref(), place] = copy
 
-    def _with_gradient(self, operation: tf.Operation, inputs: list[tf.Tensor], use: _Use) -> list[tf.Tensor]:
+    def _with_gradient(self, operation: tf.Operation, inputs: list[tf.Tensor], use: _ShardedUse) -> list[tf.Tensor]:
         """Copy the operation of a `tf.custom_gradient`, which gives the gradient with operations of the trace."""
         if operation.type != "IdentityN":
             raise NotByRowsError(f"operation '{operation.name}' ({operation.type}) has a gradient of its own")
@@ -466,7 +466,9 @@ class _Builder:
 
         return list(tf.custom_gradient(apply)(*inputs))
 
-    def _gradient(self, operation: tf.Operation, use: _Use, upstreams: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+    def _gradient(
+        self, operation: tf.Operation, use: _ShardedUse, upstreams: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor | None]:
         """Compute the gradients of the inputs of a `tf.custom_gradient` with local shards."""
         flow = self._flow
         forward = [each for done in flow.block.operations for each in done.outputs if not flow.is_constant(each)]
