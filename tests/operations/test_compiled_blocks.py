@@ -402,11 +402,7 @@ def counts(layer, x):
 
 NOT_BY_SAMPLES = {
     "the mean of the batch": (lambda layer, x: x - keras.ops.mean(x, 0, keepdims=True), "needs all of the sharded dim"),
-    "running sums over the batch": (lambda layer, x: keras.ops.cumsum(x, 0), "needs all of the sharded dim"),
-    "fused batch statistics": (
-        lambda layer, x: tf.compat.v1.nn.fused_batch_norm(x[:, None], tf.ones(WIDTH), tf.zeros(WIDTH))[0][:, 0],
-        "needs all of the sharded dim",
-    ),
+    "running sums over the batch": (lambda layer, x: x + keras.ops.cumsum(x, 0), "needs all of the sharded dim"),
     "the size of the batch": (lambda layer, x: x / (x.shape[0] or 8), "depends on the size of the batch"),
     "the shape of the batch": (
         lambda layer, x: x / keras.ops.cast(tf.shape(x)[0], "float32"), "depends on the size of the batch"
