@@ -343,12 +343,17 @@ def _notes(model: keras.Model, misplaced: Sequence[str]) -> tuple[str, ...]:
 
 def _compiled_notes(model: keras.Model) -> list[str]:
     """Return sentences about the blocks that ran as XLA programs in the last traced step, and about the others."""
-    found = compiled_blocks.compiled_blocks(model)
-    if not found:
-        return []
-    compiled = sum(each.programs > 0 for each in found)
-    others = [f"Block '{each.path}' is not compiled: {each.reason}." for each in found if not each.programs]
-    return [f"XLA compiles {compiled} of {len(found)} blocks.", *others]
+    notes = []
+    for kind, found in (
+        ("block", compiled_blocks.compiled_blocks(model)),
+        ("other layer", compiled_blocks.other_layers(model)),
+    ):
+        if found:
+            compiled = sum(each.programs > 0 for each in found)
+            notes.append(f"XLA compiles {compiled} of {len(found)} {kind}s.")
+        reasons = [(each.path, each.reason) for each in found if not each.programs]
+        notes += [f"{kind.capitalize()} '{path}' is not compiled: {reason}." for path, reason in reasons]
+    return notes
 
 
 def _is_on(variable: keras.Variable, mesh: dtensor.Mesh) -> bool:

@@ -82,6 +82,16 @@ def repeated_layers(model: keras.Model) -> list[keras.Layer]:
     return _repeated([layer for layer in _private.flatten_layers(model) if layer is not model])
 
 
+def compilable_layers(model: keras.Model) -> list[keras.Layer]:
+    """Return the layers that hold layers and repeat, or that patterns made blocks, the outermost ones."""
+    marked = [patch.owner for patch in marks(model) if isinstance(patch.owner, keras.Layer)]
+    with_layers = [layer for layer in marked if len(_private.flatten_layers(layer)) > 1]
+    found = {id(layer): layer for layer in (*with_layers, *repeated_layers(model))}
+    below = [_private.flatten_layers(layer) for layer in found.values()]
+    inside = {id(each) for layers in below for each in layers if each is not layers[0]}
+    return [layer for layer in found.values() if id(layer) not in inside]
+
+
 def keeps_of(patch: layer_patch.LayerPatch) -> frozenset[str]:
     """Return the types of operations whose results stay in memory, of a patch that marks a block."""
     return patch.replacement.keeps if isinstance(patch.replacement, _BlockCall) else frozenset()

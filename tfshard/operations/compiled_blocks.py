@@ -42,35 +42,62 @@ from tfshard.storage.recomputing import PRODUCTS
 
 
 def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
-    """Compile the blocks of a model: the layers that `strategy.recompute` would choose by itself."""
-    found = blocks.repeated_layers(model)
+    """Compile the blocks of a model, and its other layers of several operations."""
+    found = blocks.compilable_layers(model)
+    others = _others(model, found)
     if not found:
         warn(
-            f"Model '{model.name}' has no blocks to compile: no layer with sublayers repeats. jit_compile=True changes "
-            "nothing."
+            f"Model '{model.name}' has no blocks to compile: no layer with sublayers repeats. jit_compile=True compiles "
+            "only single layers of several operations, such as normalizations, and updates of the optimizer."
         )
-    for layer in found:
-        layer_patch.apply(COMPILED, layer, functools.partial(CompiledCall, weakref.ref(layer), mesh))
+    for layer in (*found, *others):
+        least = 0 if layer in found else _LEAST_OPERATIONS
+        layer_patch.apply(COMPILED, layer, functools.partial(CompiledCall, weakref.ref(layer), mesh, least))
+
+
+# A program costs copies of its results. It pays for a layer of at least this many operations, such as a normalization;
+# a matrix product with a bias and a ReLU has three operations.
+_LEAST_OPERATIONS = 8
+
+
+def _others(model: keras.Model, found: Sequence[keras.Layer]) -> list[keras.Layer]:
+    """Return the outermost layers with weights that are no blocks, hold no blocks, and are no models."""
+    of_blocks = {id(each) for layer in found for each in _private.flatten_layers(layer)}
+    inside, others = set(of_blocks), []
+    for layer in _private.flatten_layers(model):
+        below = {id(each) for each in _private.flatten_layers(layer)}
+        if isinstance(layer, keras.Model) or below & of_blocks or id(layer) in inside or not layer.weights:
+            continue
+        others.append(layer)
+        inside |= below
+    return others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledBlock:
-    """How a block of a model runs.
+    """How a block of a model, or another layer, runs.
 
     Attributes:
         path: The path of the layer.
         programs: The number of XLA programs: for each piece 2 with a gradient, 1 without. 0 if it is not compiled.
         reason: Why the block is not compiled; empty otherwise.
+        is_block: False for a layer that is no block.
     """
 
     path: str
     programs: int
     reason: str
+    is_block: bool
 
 
 def compiled_blocks(model: keras.Model) -> list[CompiledBlock]:
     """Return how the blocks of a model ran in its last traced step. Blocks that did not run yet are left out."""
-    return _last_runs(layer_patch.patches_of(model))
+    return [each for each in _last_runs(layer_patch.patches_of(model)) if each.is_block]
+
+
+def other_layers(model: keras.Model) -> list[CompiledBlock]:
+    """Return how other layers of several operations ran in the last traced step."""
+    return [each for each in _last_runs(layer_patch.patches_of(model)) if not each.is_block]
 
 
 def is_compiled(layer: keras.Layer) -> bool:
@@ -86,13 +113,21 @@ def _last_runs(patches: Sequence[layer_patch.LayerPatch]) -> list[CompiledBlock]
 class CompiledCall:
     """A layer's `call` that runs as XLA programs, if it is proved to be by samples.
 
+    Args:
+        layer: Returns the layer.
+        mesh: The mesh.
+        least: The least number of operations that are compiled; 0 for a block.
+        call: The layer's `call`.
+
     Attributes:
         last: How the block ran in the last traced step.
     """
 
-    def __init__(self, layer: Callable[[], keras.Layer | None], mesh: dtensor.Mesh, call: layer_patch.Method):
+    def __init__(
+        self, layer: Callable[[], keras.Layer | None], mesh: dtensor.Mesh, least: int, call: layer_patch.Method
+    ):
         functools.update_wrapper(self, call)
-        self._layer, self._mesh, self._call = layer, mesh, call
+        self._layer, self._mesh, self._least, self._call = layer, mesh, least, call
         self.last: CompiledBlock | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,6 +136,8 @@ class CompiledCall:
             return self._call(*args, **kwargs)
         try:
             block = _TracedCall(self._call, (args, kwargs), layer, self._mesh)
+            if self._least and not block.is_worth(self._least):
+                return self._call(*args, **kwargs)
             pairs = block.programs()
         except NotByRowsError as error:
             self._note(layer, 0, str(error))
@@ -110,13 +147,14 @@ class CompiledCall:
             return block.run(pairs)
 
     def _note(self, layer: keras.Layer, count: int, reason: str) -> None:
-        if reason and type(layer) not in _told:
+        if reason and not self._least and type(layer) not in _told:
             _told.add(type(layer))
             warn(
                 f"Block '{layer.path or layer.name}' ({type(layer).__name__}) is not compiled: {reason}. It runs as "
                 "without jit_compile=True. strategy.report(model) lists all blocks."
             )
-        self.last = CompiledBlock(path=layer.path or layer.name, programs=count, reason=reason)
+        path, is_block = layer.path or layer.name, not self._least
+        self.last = CompiledBlock(path=path, programs=count, reason=reason, is_block=is_block)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -275,6 +313,18 @@ class _TracedCall:
                 dims = []
             found.append(dims[0] if dims else None)
         return found
+
+    def is_worth(self, least: int) -> bool:
+        """Return whether the call has at least some number of operations, and looks up no rows of a variable.
+
+        XLA adds the gradients of rows one by one on CPUs.
+        """
+        weights = {value.ref() for _, value in self._trace.variables.reads.values()}
+        weights |= {each.ref() for each in self._trace.read}
+        operations = [each for each in self._trace.operations if each.type not in ("Const", "Placeholder")]
+        if any(each.type == "GatherV2" and each.inputs[0].ref() in weights for each in operations):
+            return False
+        return len(operations) >= least
 
     # --- programs
 
