@@ -19,6 +19,7 @@ from sweeps import table
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
 from tfshard.operations import compiled_blocks, programs
+from tfshard.training import models
 
 RS = np.random.RandomState(0)
 WIDTH, LENGTH, WORDS = 16, 6, 24
@@ -469,6 +470,44 @@ def test_a_model_without_blocks_warns():
     model = tfshard.as_distributed(keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]))
     with pytest.warns(UserWarning, match="has no blocks to compile"):
         model.compile("sgd", "mse", jit_compile=True, strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+
+
+def test_single_layers_of_several_operations_are_compiled():
+    """A normalization is, and a Dense layer or an embedding is not."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((LENGTH,), dtype="int32")
+        x = keras.layers.Embedding(WORDS, WIDTH)(inputs)
+        x = keras.layers.LayerNormalization(name="norm")(Attention(name="layer_1")(Attention(name="layer_0")(x)))
+        return keras.Model(inputs, keras.layers.Dense(4)(x[:, 0]))
+
+    sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+    assert_compiled(sharded.model)
+    others = compiled_blocks.other_layers(sharded.model)
+    assert [(each.path, each.programs) for each in others] == [("norm", 2)]
+    assert "XLA compiles 1 of 1 other layers." in str(sharded.model.distribute_strategy.report(sharded.model))
+    parity.assert_same(sharded, train(build), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_blocks_of_patterns_are_compiled():
+    """The first of two equal blocks is computed again. Both are compiled, and a single layer with sublayers, too."""
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    sharded = train(transformer, strategy, prepare=lambda model: strategy.recompute(model, "layer_0"))
+    assert_compiled(sharded.model)
+    parity.assert_same(sharded, train(transformer), rtol=2e-5, atol=2e-5)
+    only = functools.partial(transformer, blocks=1)
+    with pytest.warns(UserWarning, match="has no blocks to compile"):
+        model = train(only, strategy, prepare=lambda model: strategy.recompute(model, "layer_0")).model
+    assert_compiled(model, blocks=1)
+
+
+@pytest.mark.parametrize("device_type, expected", [("CPU", False), ("GPU", True)])
+def test_auto_compiles_on_gpus(monkeypatch: pytest.MonkeyPatch, device_type: str, expected: bool):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    monkeypatch.setattr(type(strategy.mesh), "device_type", lambda mesh: device_type)
+    assert models._compiles_by_itself(strategy, {}) is expected
+    assert not models._compiles_by_itself(strategy, {"run_eagerly": True})
 
 
 @pytest.mark.slow

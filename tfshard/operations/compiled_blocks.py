@@ -41,18 +41,25 @@ from tfshard.storage import steps
 from tfshard.storage.recomputing import PRODUCTS
 
 
-def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
-    """Compile the blocks of a model, and its other layers of several operations."""
+def install(model: keras.Model, mesh: dtensor.Mesh, *, warns: bool) -> None:
+    """Compile the blocks of a model, and its other layers of several operations.
+
+    Args:
+        model: A built model.
+        mesh: The mesh.
+        warns: True to warn of what is not compiled.
+    """
     found = blocks.compilable_layers(model)
     others = _others(model, found)
-    if not found:
+    if not found and warns:
         warn(
-            f"Model '{model.name}' has no blocks to compile: no layer with sublayers repeats. jit_compile=True compiles "
+            f"Model '{model.name}' has no blocks to compile: no layer with sublayers repeats. XLA compiles "
             "only single layers of several operations, such as normalizations, and updates of the optimizer."
         )
     for layer in (*found, *others):
         least = 0 if layer in found else _LEAST_OPERATIONS
-        layer_patch.apply(COMPILED, layer, functools.partial(CompiledCall, weakref.ref(layer), mesh, least))
+        make = functools.partial(CompiledCall, weakref.ref(layer), mesh, least, warns)
+        layer_patch.apply(COMPILED, layer, make)
 
 
 # A program costs copies of its results. It pays for a layer of at least this many operations, such as a normalization;
@@ -117,6 +124,7 @@ class CompiledCall:
         layer: Returns the layer.
         mesh: The mesh.
         least: The least number of operations that are compiled; 0 for a block.
+        warns: True to warn if the block is not compiled.
         call: The layer's `call`.
 
     Attributes:
@@ -124,10 +132,15 @@ class CompiledCall:
     """
 
     def __init__(
-        self, layer: Callable[[], keras.Layer | None], mesh: dtensor.Mesh, least: int, call: layer_patch.Method
+        self,
+        layer: Callable[[], keras.Layer | None],
+        mesh: dtensor.Mesh,
+        least: int,
+        warns: bool,
+        call: layer_patch.Method,
     ):
         functools.update_wrapper(self, call)
-        self._layer, self._mesh, self._least, self._call = layer, mesh, least, call
+        self._layer, self._mesh, self._least, self._warns, self._call = layer, mesh, least, warns, call
         self.last: CompiledBlock | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +149,7 @@ class CompiledCall:
             return self._call(*args, **kwargs)
         try:
             block = _TracedCall(self._call, (args, kwargs), layer, self._mesh)
-            if self._least and not block.is_worth(self._least):
+            if not self._is_block(layer) and not block.is_worth(self._least):
                 return self._call(*args, **kwargs)
             pairs = block.programs()
         except NotByRowsError as error:
@@ -147,14 +160,18 @@ class CompiledCall:
             return block.run(pairs)
 
     def _note(self, layer: keras.Layer, count: int, reason: str) -> None:
-        if reason and not self._least and type(layer) not in _told:
+        is_block = self._is_block(layer)
+        if reason and self._warns and is_block and type(layer) not in _told:
             _told.add(type(layer))
             warn(
                 f"Block '{layer.path or layer.name}' ({type(layer).__name__}) is not compiled: {reason}. It runs as "
                 "without jit_compile=True. strategy.report(model) lists all blocks."
             )
-        path, is_block = layer.path or layer.name, not self._least
-        self.last = CompiledBlock(path=path, programs=count, reason=reason, is_block=is_block)
+        self.last = CompiledBlock(path=layer.path or layer.name, programs=count, reason=reason, is_block=is_block)
+
+    def _is_block(self, layer: keras.Layer) -> bool:
+        """Return whether the layer is a block. `strategy.recompute` may have made it one since."""
+        return not self._least or any(each.change is layer_patch.BLOCK for each in layer_patch.patches_on(layer))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -75,8 +75,10 @@ class AttachedModel:
         self._placed: tuple[_Basis, ModelPlacement] | None = None
         self._found_map: LayoutMap | None = None
         self._layouts_are_checked = False
-        # True if the model was compiled with `jit_compile=True`.
+        # True if the model was compiled with `jit_compile=True`, or with "auto" on GPUs.
         self.compiles_blocks = False
+        # True if warnings tell what is not compiled.
+        self.warns_of_blocks = True
         # The structure of the model when `refresh` last ran.
         self._refreshed: tuple[object, ...] | None = None
 
@@ -337,7 +339,7 @@ class AttachedModel:
         if self.strategy.config.sequence_parallel:
             sequence.install(model, mesh)
         if self.compiles_blocks:
-            compiled_blocks.install(model, mesh)
+            compiled_blocks.install(model, mesh, warns=self.warns_of_blocks)
         else:
             layer_patch.undo(model, [layer_patch.COMPILED])
         for layer in _private.flatten_layers(model):

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -15,6 +15,7 @@ from tfshard import _private
 from tfshard.devices import clients, process_lock
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
+from tfshard.layouts.axes import axis_sizes
 from tfshard.training import (
     attached_model,
     births,
@@ -49,8 +50,9 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
                 place, and keeps their values, even if another ShardedStrategy held them. With None, a sharded model
                 stays under its strategy, and any other model is compiled as in plain Keras.
             **kwargs: As in `keras.Model.compile`. With `jit_compile=True` each device runs the blocks of the model as
-                XLA programs. Blocks are repeated layers with sublayers, such as transformer layers. `"auto"` compiles
-                nothing.
+                XLA programs. Blocks are repeated layers with sublayers, such as transformer layers, and the layers
+                with sublayers that `strategy.recompute` marked. `"auto"`, the default, compiles on GPUs, and nothing
+                on CPUs and TPUs.
 
         Raises:
             StrategyError: `strategy` is not a ShardedStrategy, or the model belongs to a strategy of another kind.
@@ -368,18 +370,26 @@ def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[..., No
     attached.move_from_other()
     attached.reshard_layers()
     _private.set_distribute_strategy(model, strategy)
-    attached.compiles_blocks = options.get("jit_compile") is True
+    asked = options.get("jit_compile", "auto")
+    attached.compiles_blocks = asked is True or (asked == "auto" and _compiles_by_itself(strategy, options))
+    attached.warns_of_blocks = asked is True
     if attached.compiles_blocks:
         options = {**options, "jit_compile": False}
     with strategy.scope():
         compile_(**options)
     attached.take_jit_compile()
     if attached.compiles_blocks:
-        _private.set_compile_argument(model, "jit_compile", True)
+        _private.set_compile_argument(model, "jit_compile", asked)
     inventory.note_compiled(model.optimizer)
     attached.compiled_again()
     attached.attach()
     written_once.start()
+
+
+def _compiles_by_itself(strategy: ShardedStrategy, options: Mapping[str, Any]) -> bool:
+    """Return whether `jit_compile="auto"` compiles blocks: on GPUs, as Keras does on one GPU."""
+    is_pipelined = axis_sizes(strategy.mesh).pipeline is not None
+    return strategy.mesh.device_type() == "GPU" and not is_pipelined and not options.get("run_eagerly")
 
 
 def _with_strategy(keras_compile: Callable[..., None]) -> Callable[..., None]:
