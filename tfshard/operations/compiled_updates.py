@@ -1,9 +1,9 @@
 """Compiled updates: each device runs an optimizer's update of a variable, or of a group, as one XLA program.
 
-Keras's optimizers update by twenty or more small operations for each variable. The update of a buffer is traced with
-the local shapes of one device, and proved to be elementwise: then each device computes its local shard of the new
-values from its local shards of the gradient, the parameter and the slots. DTensor leaves the operation that runs the
-program as it is, and nothing is sent.
+Keras's optimizers update by twenty or more small operations for each variable. The update of a buffer is traced in a
+graph of its own, and proved to be elementwise: then each device computes its local shard of the new values from its
+local shards of the gradient, the parameter and the slots. The program is made of the same operations with the local
+shapes. DTensor leaves the operation that runs the program as it is, and nothing is sent.
 
 Single numbers, such as the learning rate, the number of the step and the scale of the loss, are inputs of the program.
 Everything around the update stays in the step: the reduction and clipping of gradients, the encoding of slots, and
@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -51,31 +51,28 @@ class _NotLocalError(Exception):
     """An update cannot be proved to be elementwise. The message is the reason."""
 
 
-# The reason why the last traced update of each storage is not compiled, by update function; empty for compiled updates.
-_Reasons = weakref.WeakKeyDictionary[Storage, dict[str, str]]
-# The optimizers with compiled updates.
-_chosen: _private.WeakIdentityDict[keras.optimizers.Optimizer, _Reasons] = _private.WeakIdentityDict()
+# The reason why the update of each storage was not compiled in the last traced step; empty for compiled updates.
+_Reasons: TypeAlias = weakref.WeakKeyDictionary[Storage, str]
+# The optimizers with compiled updates. None for optimizers that had compiled updates before.
+_chosen: _private.WeakIdentityDict[keras.optimizers.Optimizer, _Reasons | None] = _private.WeakIdentityDict()
 
 
 def choose(optimizer: keras.optimizers.Optimizer | None, *, is_compiled: bool) -> None:
     """Compile the updates of an optimizer and of the optimizers inside it, or stop to compile them."""
     for each in _private.optimizer_chain(optimizer):
-        if is_compiled:
-            _chosen.setdefault(each, weakref.WeakKeyDictionary())
-        else:
-            _chosen.pop(each, None)
+        if is_compiled and _chosen.get(each) is None:
+            _chosen[each] = weakref.WeakKeyDictionary()
+        elif not is_compiled and each in _chosen:
+            _chosen[each] = None
 
 
 def compiled_updates(optimizer: keras.optimizers.Optimizer | None) -> list[CompiledUpdate]:
     """Return how the updates of an optimizer ran in the last traced step, one for each variable or group."""
     found = []
     for each in _private.optimizer_chain(optimizer):
-        for storage, reasons in (_chosen.get(each) or {}).items():
-            reason = next(filter(None, reasons.values()), "")
-            paths = storage.paths
-            found.append(
-                CompiledUpdate(name=paths[0] if paths else storage.name, is_compiled=not reason, reason=reason)
-            )
+        for storage, reason in (_chosen.get(each) or {}).items():
+            if storage.members:
+                found.append(CompiledUpdate(name=storage.paths[0], is_compiled=not reason, reason=reason))
     return found
 
 
@@ -96,17 +93,18 @@ def run(
     step, reasons = steps.current(), None if optimizer is None else _chosen.get(optimizer)
     if reasons is None or step is None or not step.writes.is_recorded_in(steps.here()):
         return function(variable, *args)
-    noted = reasons.setdefault(variable.storage, {})
-    name = getattr(function, "__name__", "")
+    has_gradient = bool(args) and isinstance(args[0], tf.Tensor)
     try:
         if _private.could_record():
             raise _NotLocalError("a gradient tape records it")
         update = _TracedUpdate(function, variable, args)
         program = update.program()
     except _NotLocalError as error:
-        noted[name] = str(error)
+        if has_gradient:
+            reasons[variable.storage] = str(error)
         return function(variable, *args)
-    noted[name] = ""
+    if has_gradient:
+        reasons[variable.storage] = ""
     return update.run(program)
 
 
@@ -115,15 +113,15 @@ class _BufferPlaceholders:
 
     Args:
         scope: The access of the update.
-        shape_of: Returns the shape of the placeholder for a variable.
+        check: Raises `_NotLocalError` for a variable whose buffer the update cannot use.
 
     Attributes:
         reads: The variable that stands for each buffer that was read, and the placeholder.
         writes: The variable that stands for each buffer that was written, and the new value.
     """
 
-    def __init__(self, scope: access.InUpdate, shape_of: Callable[[ShardedVariable], tuple[int, ...]]):
-        self._scope, self._shape_of = scope, shape_of
+    def __init__(self, scope: access.InUpdate, check: Callable[[ShardedVariable], object]):
+        self._scope, self._check = scope, check
         self.reads: dict[Storage, tuple[ShardedVariable, tf.Tensor]] = {}
         self.writes: dict[Storage, tuple[ShardedVariable, tf.Tensor]] = {}
 
@@ -132,12 +130,12 @@ class _BufferPlaceholders:
         if storage in self.writes:
             return self.writes[storage][1]
         if storage not in self.reads:
-            self.reads[storage] = variable, tf.compat.v1.placeholder(variable.dtype, self._shape_of(variable))
+            self.reads[storage] = variable, tf.compat.v1.placeholder(variable.dtype, variable.layout.update_shape)
         return self.reads[storage][1]
 
     def write(self, variable: Any, value: tf.Tensor) -> None:
-        storage, shape = self._buffer_of(variable), self._shape_of(variable)
-        if tuple(value.shape) != shape:
+        storage = self._buffer_of(variable)
+        if tuple(value.shape) != tuple(variable.layout.update_shape):
             raise _NotLocalError(f"it assigns a tensor of another shape to variable '{variable.path}'")
         self.writes[storage] = variable, value
 
@@ -146,6 +144,7 @@ class _BufferPlaceholders:
             raise _NotLocalError(f"variable '{variable.path}' is stored in rows of a table")
         if not self._scope.is_buffer(variable.storage):
             raise _NotLocalError(f"it needs variable '{variable.path}' in full")
+        self._check(variable)
         return variable.storage
 
 
@@ -178,10 +177,6 @@ class _Trace:
         """The new values."""
         return [value for _, value in self.buffers.writes.values()]
 
-    @property
-    def digest(self) -> bytes:
-        return programs.digest(self.operations, [*self.outputs, *self.inputs])
-
 
 # Programs by what they compute. A text is the reason why there is none.
 _programs: collections.OrderedDict[Hashable, Program | str] = collections.OrderedDict()
@@ -206,26 +201,31 @@ class _TracedUpdate:
         scope = access.current()
         assert isinstance(scope, access.InUpdate), "An update runs in its scope."
         self._scope = scope
+        if not scope.is_buffer(variable.storage):
+            raise _NotLocalError("it needs the variable in full, which is stored in a flat buffer")
         self._shape, self._axes = variable.layout.update_shape, variable.layout.update
-        self._local_shape = transfer.shard_shape(self._shape, transfer.layout(self._axes, self._mesh))
-        self._local = self._traced(self._local_shape)
+        self._trace = self._traced(scope)
 
-    # --- traces
-
-    def _traced(self, shape: tuple[int, ...]) -> _Trace:
-        """Trace the update with another shape of the buffer."""
+    def _traced(self, scope: access.InUpdate) -> _Trace:
         graph = _private.func_graph(local_shards.NAME)
-        buffers = _BufferPlaceholders(self._scope, lambda variable: self._placeholder_shape(variable, shape))
-        args, placeholders = list(self._args), []
+        buffers, args, placeholders = _BufferPlaceholders(scope, self._check_layout), list(self._args), []
         with graph.as_default(), steps.changed(local=buffers):
             for number, each in enumerate(args):
-                if isinstance(each, tf.__internal__.CompositeTensor) and not isinstance(each, (tf.Tensor, tf.Variable)):
+                if isinstance(each, tf.__internal__.CompositeTensor) and not isinstance(each, tf.Variable):
                     raise _NotLocalError(f"it takes a {type(each).__name__}")
                 if isinstance(each, tf.Tensor):
-                    local = shape if self._is_sharded_argument(each) else tuple(each.shape)
-                    args[number] = tf.compat.v1.placeholder(each.dtype, local)
+                    if tuple(each.shape) != self._shape and not _is_number(each):
+                        raise _NotLocalError(f"it takes an argument of another shape, {each.shape}")
+                    args[number] = tf.compat.v1.placeholder(each.dtype, each.shape)
                     placeholders.append((number, args[number]))
-            result = self._function(self._variable, *args)
+            try:
+                result = self._function(self._variable, *args)
+            except _NotLocalError:
+                raise
+            # A function of the user may raise anything here. Its error comes from the plain call.
+            except Exception as error:
+                text = str(error).strip().partition("\n")[0]
+                raise _NotLocalError(f"it fails in a graph of its own ({text})") from error
         if any(isinstance(each, tf.Tensor) for each in keras.tree.flatten(result)):
             raise _NotLocalError("it returns a tensor")
         for outer, _ in graph.captures:
@@ -235,37 +235,34 @@ class _TracedUpdate:
             raise _NotLocalError("it changes nothing")
         return _Trace(placeholders, buffers, list(graph.captures), result, graph.get_operations())
 
-    def _is_sharded_argument(self, tensor: tf.Tensor) -> bool:
-        """Return whether an argument has an element for each element of the buffer. Others are single numbers."""
-        if tuple(tensor.shape) == self._shape:
-            return True
-        if not _is_number(tensor):
-            raise _NotLocalError(f"it takes an argument of shape={tensor.shape} for a buffer of shape={self._shape}")
-        return False
-
-    def _placeholder_shape(self, variable: ShardedVariable, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_layout(self, variable: ShardedVariable) -> None:
+        """Check that the buffer of a variable is sharded as the updated buffer, or is a single number."""
         layout = variable.layout
         if (layout.update_shape, layout.update) == (self._shape, self._axes):
-            return shape
+            return
         if any(layout.update) or any(size != 1 for size in layout.update_shape):
             raise _NotLocalError(f"variable '{variable.path}' has another layout")
-        return layout.update_shape
 
     # --- the program
 
     def program(self) -> Program:
-        """Return the program of the update. Updates with the same operations and local shapes share it.
+        """Return the program of the update. Updates with the same operations and layout share it.
 
         Raises:
             _NotLocalError: The update cannot be compiled.
         """
-        full = self._local if self._local_shape == self._shape else self._traced(self._shape)
-        key = self._local.digest, full.digest, self._mesh.device_type()
+        trace, local_shape = self._trace, self._local_shape()
+        digest = programs.digest(trace.operations, [*trace.outputs, *trace.inputs])
+        key = digest, local_shape, self._mesh.device_type()
         if key not in _programs:
             try:
-                _programs[key] = self._lowered(full)
+                elementwise = _elementwise(trace, self._shape)
+                local = _with_shape(trace, elementwise, self._shape, local_shape)
+                _programs[key] = programs.lower(*local, self._mesh)
             except _NotLocalError as error:
                 _programs[key] = str(error)
+            except programs.NotCompiledError as error:
+                _programs[key] = f"XLA cannot compile it. {error}"
             while len(_programs) > _MOST:
                 _programs.popitem(last=False)
         _programs.move_to_end(key)
@@ -274,28 +271,21 @@ class _TracedUpdate:
             raise _NotLocalError(found)
         return found
 
-    def _lowered(self, full: _Trace) -> Program:
-        local = self._local
-        _check_elementwise(local, self._local_shape)
-        _check_same(local, self._local_shape, full, self._shape)
-        try:
-            return programs.lower(local.inputs, local.outputs, self._mesh)
-        except programs.NotCompiledError as error:
-            raise _NotLocalError(f"XLA cannot compile it. {error}") from error
+    def _local_shape(self) -> tuple[int, ...]:
+        return transfer.shard_shape(self._shape, transfer.layout(self._axes, self._mesh))
 
     # --- the step
 
     def run(self, program: Program) -> Any:
         """Add the program to the step. Returns what the update function returns."""
-        local = self._local
-        given = [self._args[number] for number, _ in local.args]
-        given += [_value(variable) for variable, _ in local.buffers.reads.values()]
-        given += [tf.convert_to_tensor(outer) for outer, _ in local.captured]
+        trace = self._trace
+        given = [self._args[number] for number, _ in trace.args]
+        given += [_value(variable) for variable, _ in trace.buffers.reads.values()]
+        given += [tf.convert_to_tensor(outer) for outer, _ in trace.captured]
         results = program.call([self._entered(each) for each in given])
-        for (variable, _), result in zip(local.buffers.writes.values(), results, strict=True):
-            axes = self._axes if tuple(variable.layout.update_shape) == self._shape else variable.layout.update
-            variable.assign(local_shards.from_local(result, axes, self._mesh, _every_index))
-        return local.result
+        for (variable, _), result in zip(trace.buffers.writes.values(), results, strict=True):
+            variable.assign(local_shards.from_local(result, variable.layout.update, self._mesh, _every_index))
+        return trace.result
 
     def _entered(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return an operand of the program: a number, or a tensor in a parted layout, of which each device takes its
@@ -340,13 +330,13 @@ def _kept(graph: tf.Graph | None, key: Hashable, make: Callable[[], tf.Tensor]) 
 # --- the proof ---------------------------------------------------------------------------------------
 
 
-def _check_elementwise(trace: _Trace, shape: tuple[int, ...]) -> None:
-    """Check that elements of the buffer meet no other elements, and that all else are single numbers.
+def _elementwise(trace: _Trace, shape: tuple[int, ...]) -> set[tf.Operation]:
+    """Return the operations that compute elements of the buffer. All others compute single numbers.
 
     Raises:
         _NotLocalError: An operation is not elementwise, or has side effects.
     """
-    elements = {each.ref() for each in trace.inputs if tuple(each.shape) == shape}
+    elements, found = {each.ref() for each in trace.inputs if tuple(each.shape) == shape}, set()
     for operation in trace.operations:
         if _private.is_stateful(operation):
             raise _NotLocalError(f"{_described(operation)} has side effects")
@@ -355,78 +345,54 @@ def _check_elementwise(trace: _Trace, shape: tuple[int, ...]) -> None:
         if not dim_rules.is_elementwise(operation):
             raise _NotLocalError(f"{_described(operation)} is not elementwise")
         for each in operation.inputs:
-            if each.ref() not in elements and not _is_number(each) and _uniform(each) is None:
-                raise _NotLocalError(f"{_described(operation)} takes a constant that differs between elements")
+            if each.ref() not in elements and not _is_number(each) and _filling(each, shape) is None:
+                raise _NotLocalError(f"{_described(operation)} takes a tensor with elements of another kind")
         for each in operation.outputs:
             if tuple(each.shape) != shape:
                 raise _NotLocalError(f"the result of {_described(operation)} has another shape")
             elements.add(each.ref())
+        found.add(operation)
     for each in trace.outputs:
-        if each.ref() not in elements and not _is_number(each) and _uniform(each) is None:
-            raise _NotLocalError(f"its result '{each.name}' does not depend on the elements of the buffer")
+        if each.ref() not in elements and not _is_number(each) and _filling(each, shape) is None:
+            raise _NotLocalError(f"its result '{each.name}' has elements of another kind")
+    return found
 
 
-def _check_same(local: _Trace, local_shape: tuple[int, ...], full: _Trace, full_shape: tuple[int, ...]) -> None:
-    """Check that the update does the same with a local shard as with the full buffer.
-
-    Raises:
-        _NotLocalError: The update depends on the shape of the buffer.
-    """
-    if local is full:
-        return
-    first = [each for each in local.operations if not _is_constant(each)]
-    second = [each for each in full.operations if not _is_constant(each)]
-    partner: dict[Hashable, tf.Tensor] = {}
-
-    def are_same(one: tf.Tensor, other: tf.Tensor) -> bool:
-        if other.ref() in partner or not _is_constant(other.op):
-            return partner.get(other.ref()) is one
-        values = tf.get_static_value(one), tf.get_static_value(other)
-        if all(each is not None for each in values) and np.array_equal(*values):
-            return True
-        uniform = _uniform(one), _uniform(other)
-        shapes = tuple(one.shape), tuple(other.shape)
-        return shapes == (local_shape, full_shape) and uniform[0] is not None and uniform[0] == uniform[1]
-
-    same = len(first) == len(second)
-    for one, other in zip(first, second, strict=False):
-        same = same and one.type == other.type and len(one.inputs) == len(other.inputs)
-        same = same and _attributes(one) == _attributes(other)
-        same = same and all(are_same(a, b) for a, b in zip(one.inputs, other.inputs, strict=True))
-        if not same:
-            raise _NotLocalError(f"{_described(one)} depends on the shape of the buffer")
-        partner |= {b.ref(): a for a, b in zip(one.outputs, other.outputs, strict=True)}
-    pairs = [*zip(local.outputs, full.outputs, strict=False), *zip(local.inputs, full.inputs, strict=False)]
-    counts = [(len(each.outputs), len(each.inputs)) for each in (local, full)]
-    if not same or counts[0] != counts[1] or not all(are_same(a, b) for a, b in pairs):
-        raise _NotLocalError("it depends on the shape of the buffer")
-
-
-def _is_constant(operation: tf.Operation) -> bool:
-    """Return whether an operation makes a constant. TensorFlow makes a `Fill` of a large one with equal elements."""
-    return operation.type in ("Const", "Fill") and all(_is_constant(each.op) for each in operation.inputs)
-
-
-def _uniform(tensor: tf.Tensor) -> Any:
-    """Return the value of all elements of a constant; None for other tensors."""
-    if tensor.op.type == "Fill":
-        return _uniform(tensor.op.inputs[1])
-    value = tf.get_static_value(tensor) if tensor.op.type == "Const" else None
+def _filling(tensor: tf.Tensor, shape: tuple[int, ...]) -> Any:
+    """Return the value of all elements of a constant of a shape; None for other tensors."""
+    if tuple(tensor.shape) != shape:
+        return None
+    # TensorFlow makes a `Fill` of a large constant with equal elements.
+    source = tensor.op.inputs[1] if tensor.op.type == "Fill" else tensor
+    value = tf.get_static_value(source) if source.op.type == "Const" else None
     if value is None or not np.size(value):
         return None
     first = np.ravel(value)[0]
     return first if np.all(np.asarray(value) == first) else None
 
 
-# Attributes that differ between equal operations.
-_UNCOMPARED = frozenset(("_class", "_gradient_op_type", "_output_shapes", "shape"))
+def _with_shape(
+    trace: _Trace, elementwise: set[tf.Operation], shape: tuple[int, ...], local_shape: tuple[int, ...]
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Return the inputs and outputs of the same elementwise operations for another shape of the buffer."""
+    graph = _private.func_graph(local_shards.NAME)
+    made: dict[Hashable, tf.Tensor] = {}
 
+    def element(tensor: tf.Tensor) -> tf.Tensor:
+        value = _filling(tensor, shape)
+        return made[tensor.ref()] if value is None else tf.fill(local_shape, tf.constant(value, tensor.dtype))
 
-def _attributes(operation: tf.Operation) -> dict[str, bytes]:
-    attributes = operation.node_def.attr
-    return {
-        name: attributes[name].SerializeToString(deterministic=True) for name in attributes if name not in _UNCOMPARED
-    }
+    with graph.as_default():
+        inputs = [
+            tf.compat.v1.placeholder(each.dtype, local_shape if tuple(each.shape) == shape else each.shape)
+            for each in trace.inputs
+        ]
+        made |= {old.ref(): new for old, new in zip(trace.inputs, inputs, strict=True)}
+        for operation in programs.between(trace.inputs, trace.outputs):
+            taken = [element(each) if operation in elementwise else made[each.ref()] for each in operation.inputs]
+            copies = _private.copied(operation, taken, graph=graph)
+            made |= {old.ref(): new for old, new in zip(operation.outputs, copies, strict=True)}
+        return inputs, [element(each) for each in trace.outputs]
 
 
 def _described(operation: tf.Operation) -> str:

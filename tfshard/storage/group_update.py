@@ -16,7 +16,6 @@ from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.storage.writes import Recorded
 
-
 # Runs an update: called with the optimizer, the update function, the variable and the other arguments.
 RunUpdate: TypeAlias = Callable[[keras.optimizers.Optimizer, Callable[..., Any], ShardedVariable, Sequence[Any]], Any]
 
