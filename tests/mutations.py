@@ -647,6 +647,32 @@ MUTATIONS = [
         "test_blocks_that_are_only_alike_have_programs_of_their_own[another number]",
     ),
     Mutation(
+        area="compiled updates",
+        function="tfshard.operations.compiled_updates:_elementwise",
+        old="        if not dim_rules.is_elementwise(operation):\n",
+        new="        if False:\n",
+        what="updates that take elements from other places are compiled",
+        killed_by="tests/operations/test_compiled_updates.py::"
+        "test_what_is_not_elementwise_is_not_compiled_and_trains_as_on_one_device[other places]",
+    ),
+    Mutation(
+        area="compiled updates",
+        function="tfshard.operations.compiled_updates:_with_shape",
+        old="return inputs, [element(each) for each in trace.outputs]",
+        new="return inputs, [element(each) for each in reversed(trace.outputs)]",
+        what="a compiled update writes new values to other slots",
+        killed_by="tests/operations/test_compiled_updates.py::test_compiled_updates_match_one_device[adam-False]",
+    ),
+    Mutation(
+        area="compiled updates",
+        function="tfshard.operations.compiled_updates:_filling",
+        old="    return first if np.all(np.asarray(value) == first) else None\n",
+        new="    return first\n",
+        what="updates with constants that differ between devices are compiled",
+        killed_by="tests/operations/test_compiled_updates.py::"
+        "test_what_is_not_elementwise_is_not_compiled_and_trains_as_on_one_device[rows that differ]",
+    ),
+    Mutation(
         area="compiled blocks",
         function="tfshard.operations.local_traces:trace",
         old="        if added:\n",

@@ -22,6 +22,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
+from tfshard.devices import local_shards
 
 _FLAGS = "TF_XLA_FLAGS"
 _OPTION = "--tf_xla_persistent_cache_directory"
@@ -72,7 +73,14 @@ def _remove(directory: str, process: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def start(module: bytes, inputs: Sequence[tf.TensorSpec], results: Sequence[tf.TensorSpec], mesh: dtensor.Mesh) -> None:
+def start(
+    module: bytes,
+    inputs: Sequence[tf.TensorSpec],
+    results: Sequence[tf.TensorSpec],
+    mesh: dtensor.Mesh,
+    *,
+    takes_parted: bool = False,
+) -> None:
     """Begin to compile a program for the devices of this process.
 
     Args:
@@ -80,15 +88,17 @@ def start(module: bytes, inputs: Sequence[tf.TensorSpec], results: Sequence[tf.T
         inputs: The shape and dtype of each input.
         results: The local shape and dtype of each result.
         mesh: The mesh of the step.
+        takes_parted: True if an operand in the step has a parted layout.
     """
     devices = mesh.local_devices()
     if len(devices) < 2:
         return
+    layouts = [local_shards.parted_name(each.shape.rank, mesh) for each in results] if takes_parted else []
 
     def run_on(device: str) -> None:
         with tf.device(device):
             zeros = [tf.raw_ops.Empty(shape=each.shape, dtype=each.dtype, init=True) for each in inputs]
-            _private.run_always(_private.annotated_call(module, zeros, results, mesh.device_type()))
+            _private.run_always(_private.annotated_call(module, zeros, results, mesh.device_type(), layouts))
 
     # Trace here, not in the thread: all clients of a launched run have to count operations alike. Each device gets its
     # own function, because the operation has to have the same name on all devices.

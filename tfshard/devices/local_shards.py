@@ -48,6 +48,12 @@ def parted(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     return dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
 
 
+def parted_name(rank: int, mesh: dtensor.Mesh) -> str:
+    """Return the name of the parted layout that DTensor gives the result of an operation without an expansion."""
+    name: str = transfer.layout((None,) * rank, mesh).to_parted().to_string()
+    return name
+
+
 def varying(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return a local tensor in a parted layout: each device runs the next operation on its local value."""
     return parted(tensor, (None,) * tensor.shape.rank, mesh)

@@ -258,7 +258,7 @@ class _TracedUpdate:
             try:
                 elementwise = _elementwise(trace, self._shape)
                 local = _with_shape(trace, elementwise, self._shape, local_shape)
-                _programs[key] = programs.lower(*local, self._mesh)
+                _programs[key] = programs.lower(*local, self._mesh, takes_parted=any(self._axes))
             except _NotLocalError as error:
                 _programs[key] = str(error)
             except programs.NotCompiledError as error:
