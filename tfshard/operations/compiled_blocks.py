@@ -41,8 +41,8 @@ def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
     found = blocks.repeated_layers(model)
     if not found:
         warn(
-            f"Model '{model.name}' has no blocks to compile: no layer with sublayers repeats. jit_compile=True compiles "
-            "the updates of its optimizer only."
+            f"Model '{model.name}' has no blocks to compile: no layer with sublayers repeats. jit_compile=True "
+            "compiles the updates of its optimizer only."
         )
     for layer in found:
         layer_patch.apply(COMPILED, layer, functools.partial(CompiledCall, weakref.ref(layer), mesh))
