@@ -939,7 +939,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="variables",
-        function="tfshard.storage.access:InPackedUpdate._is_buffer",
+        function="tfshard.storage.access:InPackedUpdate.is_buffer",
         old="self._packed in (storage, storage.root)",
         new="storage.root is self._packed",
         what="a slot that stands alone in a flat form is updated in its own shape",
@@ -1195,9 +1195,9 @@ MUTATIONS = [
     ),
     Mutation(
         area="replicas",
-        function="tfshard.devices.local_shards:from_local",
-        old='indices = tf.constant(np.tile(np.arange(tensor.shape[dim], dtype="int32"), sizes[axis]))',
-        new='indices = tf.constant(np.zeros(tensor.shape[dim] * sizes[axis], "int32"))',
+        function="tfshard.devices.local_shards:every_index",
+        old='np.tile(np.arange(size, dtype="int32"), axis_sizes(mesh)[axis])',
+        new='np.zeros(size * axis_sizes(mesh)[axis], "int32")',
         what="of a sum over replicas a device takes one column of its shard only",
         killed_by="tests/training/test_hybrid.py::test_three_axes_train_as_one_device_and_add_up_kernels_by_replicas",
     ),

@@ -22,7 +22,6 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import local_shards
 
 _FLAGS = "TF_XLA_FLAGS"
 _OPTION = "--tf_xla_persistent_cache_directory"
@@ -79,7 +78,7 @@ def start(
     results: Sequence[tf.TensorSpec],
     mesh: dtensor.Mesh,
     *,
-    takes_parted: bool = False,
+    layouts: Sequence[str] = (),
 ) -> None:
     """Begin to compile a program for the devices of this process.
 
@@ -88,12 +87,11 @@ def start(
         inputs: The shape and dtype of each input.
         results: The local shape and dtype of each result.
         mesh: The mesh of the step.
-        takes_parted: True if an operand in the step has a parted layout.
+        layouts: The layout of each result, if an operand in the step has a parted layout (`_private.annotated_call`).
     """
     devices = mesh.local_devices()
     if len(devices) < 2:
         return
-    layouts = [local_shards.parted_name(each.shape.rank, mesh) for each in results] if takes_parted else []
 
     def run_on(device: str) -> None:
         with tf.device(device):

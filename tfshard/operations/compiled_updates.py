@@ -149,7 +149,7 @@ class _BufferPlaceholders:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Trace:
+class _UpdateTrace:
     """A traced update.
 
     Attributes:
@@ -183,7 +183,7 @@ _programs: collections.OrderedDict[Hashable, Program | str] = collections.Ordere
 _MOST = 256
 
 
-class _TracedUpdate:
+class _UpdateTracedUpdate:
     """An update in a step that is traced.
 
     Args:
@@ -206,7 +206,7 @@ class _TracedUpdate:
         self._shape, self._axes = variable.layout.update_shape, variable.layout.update
         self._trace = self._traced(scope)
 
-    def _traced(self, scope: access.InUpdate) -> _Trace:
+    def _traced(self, scope: access.InUpdate) -> _UpdateTrace:
         graph = _private.func_graph(local_shards.NAME)
         buffers, args, placeholders = _BufferPlaceholders(scope, self._check_layout), list(self._args), []
         with graph.as_default(), steps.changed(local=buffers):
@@ -233,7 +233,7 @@ class _TracedUpdate:
                 raise _NotLocalError(f"it uses '{getattr(outer, 'name', outer.dtype.name)}' from outside of its call")
         if not buffers.writes:
             raise _NotLocalError("it changes nothing")
-        return _Trace(placeholders, buffers, list(graph.captures), result, graph.get_operations())
+        return _UpdateTrace(placeholders, buffers, list(graph.captures), result, graph.get_operations())
 
     def _check_layout(self, variable: ShardedVariable) -> None:
         """Check that the buffer of a variable is sharded as the updated buffer, or is a single number."""
@@ -330,7 +330,7 @@ def _kept(graph: tf.Graph | None, key: Hashable, make: Callable[[], tf.Tensor]) 
 # --- the proof ---------------------------------------------------------------------------------------
 
 
-def _elementwise(trace: _Trace, shape: tuple[int, ...]) -> set[tf.Operation]:
+def _elementwise(trace: _UpdateTrace, shape: tuple[int, ...]) -> set[tf.Operation]:
     """Return the operations that compute elements of the buffer. All others compute single numbers.
 
     Raises:
@@ -372,7 +372,7 @@ def _filling(tensor: tf.Tensor, shape: tuple[int, ...]) -> Any:
 
 
 def _with_shape(
-    trace: _Trace, elementwise: set[tf.Operation], shape: tuple[int, ...], local_shape: tuple[int, ...]
+    trace: _UpdateTrace, elementwise: set[tf.Operation], shape: tuple[int, ...], local_shape: tuple[int, ...]
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Return the inputs and outputs of the same elementwise operations for another shape of the buffer."""
     graph = _private.func_graph(local_shards.NAME)

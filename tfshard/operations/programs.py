@@ -101,7 +101,8 @@ def lower(
         used=used,
         results=tuple(tf.TensorSpec(each.shape, each.dtype) for each in outputs),
     )
-    compilations.start(made.module, specs, made.results, mesh, takes_parted=takes_parted)
+    layouts = [local_shards.parted_name(each.shape.rank, mesh) for each in made.results] if takes_parted else []
+    compilations.start(made.module, specs, made.results, mesh, layouts=layouts)
     return made
 
 
