@@ -183,7 +183,7 @@ _programs: collections.OrderedDict[Hashable, Program | str] = collections.Ordere
 _MOST = 256
 
 
-class _UpdateTracedUpdate:
+class _TracedUpdate:
     """An update in a step that is traced.
 
     Args:
