@@ -665,6 +665,32 @@ MUTATIONS = [
         "test_blocks_that_are_only_alike_have_programs_of_their_own[another number]",
     ),
     Mutation(
+        area="compiled updates",
+        function="tfshard.operations.compiled_updates:_elementwise",
+        old="        if not dim_rules.is_elementwise(operation):\n",
+        new="        if False:\n",
+        what="updates that take elements from other places are compiled",
+        killed_by="tests/operations/test_compiled_updates.py::"
+        "test_what_is_not_elementwise_is_not_compiled_and_trains_as_on_one_device[other places]",
+    ),
+    Mutation(
+        area="compiled updates",
+        function="tfshard.operations.compiled_updates:_with_shape",
+        old="return inputs, [element(each) for each in trace.outputs]",
+        new="return inputs, [element(each) for each in reversed(trace.outputs)]",
+        what="a compiled update writes new values to other slots",
+        killed_by="tests/operations/test_compiled_updates.py::test_compiled_updates_match_one_device[adam-False]",
+    ),
+    Mutation(
+        area="compiled updates",
+        function="tfshard.operations.compiled_updates:_filling",
+        old="    return first if np.all(np.asarray(value) == first) else None\n",
+        new="    return first\n",
+        what="updates with constants that differ between devices are compiled",
+        killed_by="tests/operations/test_compiled_updates.py::"
+        "test_what_is_not_elementwise_is_not_compiled_and_trains_as_on_one_device[rows that differ]",
+    ),
+    Mutation(
         area="compiled blocks",
         function="tfshard.operations.local_traces:trace",
         old="        if added:\n",
@@ -931,7 +957,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="variables",
-        function="tfshard.storage.access:InPackedUpdate._is_buffer",
+        function="tfshard.storage.access:InPackedUpdate.is_buffer",
         old="self._packed in (storage, storage.root)",
         new="storage.root is self._packed",
         what="a slot that stands alone in a flat form is updated in its own shape",
@@ -1187,9 +1213,9 @@ MUTATIONS = [
     ),
     Mutation(
         area="replicas",
-        function="tfshard.devices.local_shards:from_local",
-        old='indices = tf.constant(np.tile(np.arange(tensor.shape[dim], dtype="int32"), sizes[axis]))',
-        new='indices = tf.constant(np.zeros(tensor.shape[dim] * sizes[axis], "int32"))',
+        function="tfshard.devices.local_shards:every_index",
+        old='np.tile(np.arange(size, dtype="int32"), axis_sizes(mesh)[axis])',
+        new='np.zeros(size * axis_sizes(mesh)[axis], "int32")',
         what="of a sum over replicas a device takes one column of its shard only",
         killed_by="tests/training/test_hybrid.py::test_three_axes_train_as_one_device_and_add_up_kernels_by_replicas",
     ),

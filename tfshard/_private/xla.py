@@ -59,8 +59,9 @@ def annotated_call(
     inputs: Sequence[tf.Tensor],
     results: Sequence[tf.TensorSpec],
     device_type: str,
+    layouts: Sequence[str] = (),
 ) -> tf.Operation:
-    """Run a module as an operation with the attributes that DTensor adds to an operation on replicated operands.
+    """Run a module as an operation with the attributes that DTensor adds to an operation in a step.
 
     TensorFlow finds the compiled program of a device by all attributes except the one for colocation.
 
@@ -69,6 +70,8 @@ def annotated_call(
         inputs: The arguments.
         results: The shape and dtype of each result.
         device_type: As for `stablehlo`.
+        layouts: The layout of each result, if an operand in the step has a parted layout. DTensor then leaves the
+            layouts on the operation.
     """
     made = call_stablehlo(
         module, inputs, [each.dtype for each in results], [each.shape for each in results], device_type
@@ -79,6 +82,9 @@ def annotated_call(
     )
     for name in ("_global_shape", "_output_shapes"):
         operation._set_attr(name, shapes)
+    if layouts:
+        names = attr_value_pb2.AttrValue.ListValue(s=[each.encode() for each in layouts])
+        operation._set_attr("_layout", attr_value_pb2.AttrValue(list=names))
     return operation
 
 

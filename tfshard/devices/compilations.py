@@ -72,7 +72,14 @@ def _remove(directory: str, process: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def start(module: bytes, inputs: Sequence[tf.TensorSpec], results: Sequence[tf.TensorSpec], mesh: dtensor.Mesh) -> None:
+def start(
+    module: bytes,
+    inputs: Sequence[tf.TensorSpec],
+    results: Sequence[tf.TensorSpec],
+    mesh: dtensor.Mesh,
+    *,
+    layouts: Sequence[str] = (),
+) -> None:
     """Begin to compile a program for the devices of this process.
 
     Args:
@@ -80,6 +87,7 @@ def start(module: bytes, inputs: Sequence[tf.TensorSpec], results: Sequence[tf.T
         inputs: The shape and dtype of each input.
         results: The local shape and dtype of each result.
         mesh: The mesh of the step.
+        layouts: The layout of each result, if an operand in the step has a parted layout (`_private.annotated_call`).
     """
     devices = mesh.local_devices()
     if len(devices) < 2:
@@ -88,7 +96,7 @@ def start(module: bytes, inputs: Sequence[tf.TensorSpec], results: Sequence[tf.T
     def run_on(device: str) -> None:
         with tf.device(device):
             zeros = [tf.raw_ops.Empty(shape=each.shape, dtype=each.dtype, init=True) for each in inputs]
-            _private.run_always(_private.annotated_call(module, zeros, results, mesh.device_type()))
+            _private.run_always(_private.annotated_call(module, zeros, results, mesh.device_type(), layouts))
 
     # Trace here, not in the thread: all clients of a launched run have to count operations alike. Each device gets its
     # own function, because the operation has to have the same name on all devices.

@@ -48,6 +48,12 @@ def parted(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     return dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
 
 
+def parted_name(rank: int, mesh: dtensor.Mesh) -> str:
+    """Return the name of the parted layout that DTensor gives the result of an operation without an expansion."""
+    name: str = transfer.layout((None,) * rank, mesh).to_parted().to_string()
+    return name
+
+
 def varying(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return a local tensor in a parted layout: each device runs the next operation on its local value."""
     return parted(tensor, (None,) * tensor.shape.rank, mesh)
@@ -89,18 +95,34 @@ def local_rows(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return tf.gather(shards, np.arange(count, dtype="int32"))
 
 
-def from_local(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return the global tensor in layout `axes` of which each device has a local shard."""
-    sizes = axis_sizes(mesh)
+def from_local(
+    tensor: tf.Tensor,
+    axes: Axes,
+    mesh: dtensor.Mesh,
+    every: Callable[[int, str, dtensor.Mesh], tf.Tensor] | None = None,
+) -> tf.Tensor:
+    """Return the global tensor in layout `axes` of which each device has a local shard.
+
+    Args:
+        tensor: The local shard.
+        axes: The layout.
+        mesh: The mesh.
+        every: Returns the indices that `every_index` makes. A caller may keep them for further calls in the same graph.
+    """
+    every = every or every_index
     with scope():
         made = transfer.relayout(tensor, (None,) * tensor.shape.rank, mesh)
         for dim, axis in enumerate(axes):
             if axis is not None:
-                # Each device takes all of its shard, by as many indices as the global dim has.
-                indices = tf.constant(np.tile(np.arange(tensor.shape[dim], dtype="int32"), sizes[axis]))
-                local = parted(transfer.relayout(indices, (axis,), mesh), (axis,), mesh)
-                made = tf.gather(made, local, axis=dim)
+                made = tf.gather(made, every(tensor.shape[dim], axis, mesh), axis=dim)
     return transfer.relayout(made, axes, mesh)
+
+
+def every_index(size: int, axis: str, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return the indices 0 to `size` - 1 on each device, in a parted layout: as many as the global dim has in all."""
+    with scope():
+        indices = tf.constant(np.tile(np.arange(size, dtype="int32"), axis_sizes(mesh)[axis]))
+        return parted(transfer.relayout(indices, (axis,), mesh), (axis,), mesh)
 
 
 def with_gradient(

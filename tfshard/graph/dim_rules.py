@@ -82,6 +82,11 @@ def rearranged(operation: tf.Operation, number: int, dim: int) -> tuple[tuple[st
     return tuple((operation.outputs[output].name, to) for output, to in outcome.outputs)
 
 
+def is_elementwise(operation: tf.Operation) -> bool:
+    """Return whether each element of the result depends on the elements at the same place of the inputs only."""
+    return _RULES.get(operation.type) is _elementwise
+
+
 def elementwise_sources(operation: tf.Operation, dim: int) -> tuple[tuple[int, int], ...] | None:
     """Return (number of the input, dim) of the dims from which dim `dim` of the result comes, element by element.
 

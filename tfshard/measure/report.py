@@ -20,7 +20,7 @@ from tfshard.layouts.config import ZeroStage
 from tfshard.layouts.gradient_reduction import OPTION_NAME
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import compiled_blocks
+from tfshard.operations import compiled_blocks, compiled_updates
 from tfshard.storage.variables import ShardedVariable
 
 
@@ -353,6 +353,23 @@ def _compiled_notes(model: keras.Model) -> list[str]:
             notes.append(f"XLA compiles {compiled} of {len(found)} {kind}s.")
         reasons = [(each.path, each.reason) for each in found if not each.programs]
         notes += [f"{kind.capitalize()} '{path}' is not compiled: {reason}." for path, reason in reasons]
+    return notes + [note for optimizer in inventory.model_optimizers(model) for note in _update_notes(optimizer)]
+
+
+def _update_notes(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """Return sentences about the updates that ran as XLA programs, and about the first other update of each reason."""
+    found = compiled_updates.compiled_updates(optimizer)
+    if not found:
+        return []
+    compiled = sum(each.is_compiled for each in found)
+    notes = [f"XLA compiles {compiled} of {len(found)} updates of optimizer '{optimizer.name}'."]
+    others: dict[str, list[str]] = {}
+    for each in found:
+        if not each.is_compiled:
+            others.setdefault(each.reason, []).append(each.name)
+    for reason, names in others.items():
+        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        notes.append(f"The update of '{names[0]}'{more} is not compiled: {reason}.")
     return notes
 
 

@@ -36,5 +36,6 @@ need other functions get a `LayerPatch`. Read `registry` first, then `rewrites`.
     adapters        LoRA by its two matrices
     blocks          blocks of layers that are computed again in the backward pass
     sequence        sequence parallelism: layers gather and scatter the sequence
+    compiled_updates  updates of optimizers, as one XLA program on each device
     unsupported     layers and optimizers that cannot be sharded, and what to do instead
 """

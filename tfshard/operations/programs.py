@@ -43,7 +43,7 @@ class Program:
         """Run the program in a step that is traced, and return its local results, in their local shapes.
 
         Args:
-            inputs: A local tensor for each input that was given to `lower`.
+            inputs: A local tensor, or one in a parted layout, for each input that was given to `lower`.
         """
         _allow_calls()
         return _private.call_stablehlo(
@@ -62,13 +62,16 @@ def _allow_calls() -> None:
     _private.run_when_used([CALL])
 
 
-def lower(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], mesh: dtensor.Mesh) -> Program:
+def lower(
+    inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], mesh: dtensor.Mesh, *, takes_parted: bool = False
+) -> Program:
     """Make a program that computes tensors of a graph from other tensors of the graph, and begin to compile it.
 
     Args:
         inputs: The tensors that are known.
         outputs: The tensors to compute. Each follows from the inputs and from constants.
         mesh: The mesh of the step.
+        takes_parted: True if the step gives the program tensors in parted layouts (`local_shards.parted`).
 
     Raises:
         NotCompiledError: XLA cannot compile the operations.
@@ -98,7 +101,8 @@ def lower(inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], mesh: dtens
         used=used,
         results=tuple(tf.TensorSpec(each.shape, each.dtype) for each in outputs),
     )
-    compilations.start(made.module, specs, made.results, mesh)
+    layouts = [local_shards.parted_name(each.shape.rank, mesh) for each in made.results] if takes_parted else []
+    compilations.start(made.module, specs, made.results, mesh, layouts=layouts)
     return made
 
 

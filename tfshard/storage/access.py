@@ -13,6 +13,7 @@ Each read or write of a variable goes to the access object of the current contex
     |                                                     |                    | if a buffer packs it, the full value  |
     | an update of a packed buffer as one tensor          | `InPackedUpdate`   | the same, for its members and slots   |
     | an update of a part of a variable                   | `InPartialUpdate`  | the part, also of the slots           |
+    | an update that is compiled (compiled_updates.py)    | `InLocalUpdate`    | a placeholder in the update's graph   |
 
 Branches of a `tf.cond`, called functions and recomputed blocks have no access object. In a step, the write log
 (write_log.py) follows the graph that is being built, and blocks only mark operations.
@@ -86,7 +87,7 @@ def current() -> Access:
     """Return the access of the current context."""
     step, update, local = steps.current(), steps.open_update(), steps.context().local
     if local is not None:
-        return InLocalTrace(step, local)
+        return InLocalTrace(step, local) if update is None else InLocalUpdate(step, local)
     if step is None and _private.is_eager() and update is None:
         return OnHost()
     if outside.is_here():
@@ -231,18 +232,18 @@ class InLocalTrace(InStep):
 class InUpdate(InStep):
     """An optimizer's update: variables are read and written in the update layout, unless a buffer packs them."""
 
-    def _is_buffer(self, storage: Storage) -> bool:
+    def is_buffer(self, storage: Storage) -> bool:
         """Return whether a variable of the storage has the role of the buffer."""
         return not storage.format.packed
 
     def _read(self, variable: VariableView) -> tf.Tensor:
-        if self._is_buffer(variable.storage):
+        if self.is_buffer(variable.storage):
             return variable.storage.update_value()
         return super()._read(variable)
 
     def _write(self, variable: VariableView, tensor: tf.Tensor) -> None:
         storage = variable.storage
-        if not (storage.format.packed and self._is_buffer(storage)):
+        if not (storage.format.packed and self.is_buffer(storage)):
             super()._write(variable, tensor)
             return
         variable.check_shape(tensor.shape, variable.layout.update_shape)
@@ -254,7 +255,7 @@ class InUpdate(InStep):
     def shape(self, variable: VariableView) -> tuple[int, ...]:
         # TensorFlow asks for it in `tf.ones_like(variable)`. An update of the buffer reads the buffer.
         layout = variable.layout
-        return layout.update_shape if self._is_buffer(variable.storage) else layout.spec.shape
+        return layout.update_shape if self.is_buffer(variable.storage) else layout.spec.shape
 
 
 class InPackedUpdate(InUpdate):
@@ -265,8 +266,8 @@ class InPackedUpdate(InUpdate):
         super().__init__(step)
         self._packed = packed
 
-    def _is_buffer(self, storage: Storage) -> bool:
-        return super()._is_buffer(storage) or self._packed in (storage, storage.root)
+    def is_buffer(self, storage: Storage) -> bool:
+        return super().is_buffer(storage) or self._packed in (storage, storage.root)
 
 
 class InPartialUpdate(InUpdate):
@@ -283,3 +284,14 @@ class InPartialUpdate(InUpdate):
     def _write_of_kind(self, variable: VariableView, kind: VariableKind, tensor: tf.Tensor) -> None:
         del kind
         self._part.record(variable.storage, tensor)
+
+
+class InLocalUpdate(InLocalTrace):
+    """An optimizer's update that is traced with the local shapes of a device (operations/compiled_updates.py)."""
+
+    def write(self, variable: VariableView, value: Any) -> None:
+        self._local.write(variable, variable.to_tensor(value))
+
+    def shape(self, variable: VariableView) -> tuple[int, ...]:
+        # TensorFlow asks for it in `tf.ones_like(variable)`.
+        return tuple(self._local.read(variable).shape)

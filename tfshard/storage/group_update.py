@@ -1,9 +1,9 @@
 """UpdateBatch: an optimizer's updates of a group's members, carried out as one update of the group's buffer."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -15,6 +15,9 @@ from tfshard.storage.step_record import JointUpdate
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
 from tfshard.storage.writes import Recorded
+
+# Runs an update: called with the optimizer, the update function, the variable and the other arguments.
+RunUpdate: TypeAlias = Callable[[keras.optimizers.Optimizer, Callable[..., Any], ShardedVariable, Sequence[Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,13 +35,17 @@ class UpdateBatch:
     the batch ends. Then the update function runs once, with one member in the role of the buffer: its reads and writes
     of parameters and slots are reads and writes of the buffer. Masks leave out members without a gradient, and members
     that the function treats differently (weight decay).
+
+    Args:
+        run: Runs an update.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunUpdate) -> None:
         step = steps.current()
         assert step is not None, "Optimizers enter merge_call in steps only."
         self.graph = steps.here()
         self._step = step
+        self._run_update = run
         self._since = 0 if self.graph is None else len(self.graph.get_operations())
         self._pending: dict[Storage, list[_PendingUpdate]] = {}
         self._functions: dict[Storage, tuple[Callable[..., Any], keras.optimizers.Optimizer]] = {}
@@ -87,7 +94,7 @@ class UpdateBatch:
     def _run(self, storage: Storage) -> None:
         updates = self._pending.pop(storage)
         fn, optimizer = self._functions.pop(storage)
-        run_as_one(storage, fn, updates, optimizer)
+        run_as_one(storage, fn, updates, optimizer, self._run_update)
 
 
 def open_here() -> UpdateBatch | None:
@@ -98,14 +105,22 @@ def open_here() -> UpdateBatch | None:
 
 
 def run_alone(
-    variable: ShardedVariable, fn: Callable[..., Any], args: tuple[Any, ...], optimizer: keras.optimizers.Optimizer
+    variable: ShardedVariable,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    optimizer: keras.optimizers.Optimizer,
+    run: RunUpdate,
 ) -> None:
     """Run the elementwise update of a variable that is stored alone in a flat form."""
-    run_as_one(variable.storage, fn, [_PendingUpdate(variable=variable, args=args)], optimizer)
+    run_as_one(variable.storage, fn, [_PendingUpdate(variable=variable, args=args)], optimizer, run)
 
 
 def run_as_one(
-    storage: Storage, fn: Callable[..., Any], updates: list[_PendingUpdate], optimizer: keras.optimizers.Optimizer
+    storage: Storage,
+    fn: Callable[..., Any],
+    updates: list[_PendingUpdate],
+    optimizer: keras.optimizers.Optimizer,
+    run: RunUpdate,
 ) -> None:
     """Run `fn` once for each set of members that it treats alike."""
     everyone = frozenset(range(len(storage.format.members)))
@@ -119,7 +134,7 @@ def run_as_one(
     results: dict[Storage, tf.Tensor] = {}
     for same in alike.values():
         with steps.update_scope(packed=storage, gradient=gradient, axes=storage.format.update):
-            fn(same[0].variable, *args)
+            run(optimizer, fn, same[0].variable, args)
         members = frozenset(update.variable.member for update in same)
         if members == everyone:
             return

@@ -71,6 +71,11 @@ class WriteLog:
         self._written.clear()
         return found
 
+    def is_recorded_in(self, graph: tf.Graph | None) -> bool:
+        """Return whether writes in a graph are recorded: in the graph of the step, and in branches. Eager code and
+        called functions assign."""
+        return graph is not None and (graph is self._graph or graph in self._branches)
+
     def begin_with(self, storage: Writable, value: tf.Tensor) -> None:
         """Take a value that the microbatch before has passed on. It is no write of this step."""
         self._recorded[self._graph][storage] = Recorded(base=value, written={})

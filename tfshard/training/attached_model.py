@@ -22,6 +22,7 @@ from tfshard.operations import (
     adapters,
     blocks,
     compiled_blocks,
+    compiled_updates,
     convolution,
     layer_patch,
     lookups,
@@ -342,6 +343,8 @@ class AttachedModel:
             compiled_blocks.install(model, mesh, warns=self.warns_of_blocks)
         else:
             layer_patch.undo(model, [layer_patch.COMPILED])
+        for optimizer in inventory.model_optimizers(model):
+            compiled_updates.choose(optimizer, is_compiled=self.compiles_blocks)
         for layer in _private.flatten_layers(model):
             # For plain models around these layers: XLA takes no variables that are on several devices.
             layer.supports_jit = False

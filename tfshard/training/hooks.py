@@ -16,7 +16,7 @@ from tfshard.errors import NumericsWarning, StrategyError, warn
 from tfshard.graph import inventory
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import VariableSpec
-from tfshard.operations import assignments, partial_sums, rewrites
+from tfshard.operations import assignments, compiled_updates, partial_sums, rewrites
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.steps import ReduceGradient, current, is_outside, step_scope, update_scope
@@ -45,7 +45,7 @@ class _ReplicaContext(tf.distribute.ReplicaContext):  # type: ignore[misc]  # Te
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Collect the updates of Keras's optimizers, so that all members of a group are updated at once."""
-        with group_update.UpdateBatch():
+        with group_update.UpdateBatch(compiled_updates.run):
             return merge_fn(self.strategy, *args, **(kwargs or {}))
 
 
@@ -236,7 +236,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             return var.layout.kind.update(var, fn, tuple(args), optimizer)
         if var.storage.format.packed and optimizer_kinds.is_elementwise(optimizer):
             if not var.storage.is_group:
-                return group_update.run_alone(var, fn, tuple(args), optimizer)
+                return group_update.run_alone(var, fn, tuple(args), optimizer, compiled_updates.run)
             if batch is not None:
                 return batch.add(var, fn, tuple(args), optimizer)
 
@@ -249,7 +249,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         converted = [convert(arg) for arg in args]
         gradient = converted[0] if converted and _is_gradient(converted[0], var) else None
         with update_scope(gradient=gradient, axes=var.storage.format.members[var.member].update):
-            return fn(var, *converted)
+            return compiled_updates.run(optimizer, fn, var, converted)
 
     # --- running
 
