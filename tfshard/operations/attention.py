@@ -73,6 +73,8 @@ class _TooShortError(_NotInBlocksError):
 
 _state = threading.local()
 
+_DROPOUT = "it has dropout on its attention weights"
+
 
 class AttentionCall:
     """A layer's `_compute_attention` that computes in blocks.
@@ -91,14 +93,16 @@ class AttentionCall:
         if layer is None or not _is_traced():
             return self._call(*args, **kwargs)
         form = _FORMS.get(_origin(layer))
-        if form is not None:
-            try:
-                result = _computed_in_blocks(form(layer, *args, **kwargs), self._mesh)
-            except _NotInBlocksError as error:
-                self.note(error)
-                return self._call(*args, **kwargs)
+        try:
+            given = None if form is None else form(layer, *args, **kwargs)
+            result = None if given is None else _computed_in_blocks(given, self._mesh)
+        except _NotInBlocksError as error:
+            self.note(error)
+            return self._call(*args, **kwargs)
+        if result is not None:
             self.note(None)
-            return result
+            # Keras's own layers also return the scores.
+            return (result, None) if form is _keras else result
         outer, self.noted = getattr(_state, "call", None), False
         _state.call = self
         try:
@@ -285,7 +289,7 @@ def _why_not(layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, Any])
     if kwargs.get("return_attention_scores") or getattr(layer, "_return_attention_scores", False):
         return "its attention scores are asked for"
     if _dropout(layer):
-        return "it has dropout on its attention weights"
+        return _DROPOUT
     return f"{type(layer).__name__} computes attention in a form of its own"
 
 
@@ -293,28 +297,105 @@ def _dropout(layer: keras.Layer) -> float:
     return float(getattr(layer, "_dropout", None) or getattr(layer, "dropout", None) or 0)
 
 
-def _expanded(mask: Any) -> Any:
-    return None if mask is None else mask[:, None]
-
-
-def _of_keras(
+def _keras(
     layer: Any,
     query: tf.Tensor,
     key: tf.Tensor,
     value: tf.Tensor,
     attention_mask: Any = None,
     training: bool | None = None,
+    return_attention_scores: bool = False,
+    use_causal_mask: bool = False,
+) -> _Given | None:
+    """MultiHeadAttention and GroupQueryAttention of Keras, where their dropout does not run.
+
+    Without dropout they call `keras.ops.dot_product_attention`.
+    """
+    asked = return_attention_scores or getattr(layer, "_return_attention_scores", False)
+    if not _dropout(layer) or training is not False or asked or query.shape.rank != 4:
+        return None
+    scale = getattr(layer, "_inverse_sqrt_key_dim", None) or layer._inverse_sqrt_head_dim
+    mask = attention_mask if attention_mask is None or attention_mask.shape.rank == 4 else _of_heads(attention_mask)
+    return _Given(query, key, value, mask=mask, scale=scale, is_causal=use_causal_mask)
+
+
+def _of_heads(mask: Any) -> Any:
+    """`(B, T, S)`, or `(T, S)`, as `(B, 1, T, S)`."""
+    return None if mask is None else keras.ops.expand_dims(mask, -3)
+
+
+def _plain(layer: Any, query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, attention_mask: Any = None) -> _Given:
+    """Llama, Mistral, Mixtral and Phi-3."""
+    return _Given(query, key, value, mask=_of_heads(attention_mask), scale=layer._inv_norm_factor)
+
+
+def _windowed(
+    layer: Any,
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
+    attention_mask: Any = None,
+    cache_update_index: Any = None,
     **options: Any,
 ) -> _Given:
-    """MultiHeadAttention and GroupedQueryAttention."""
-    raise NotImplementedError
+    """The Qwens, some with a sliding window."""
+    if options:
+        raise _NotInBlocksError(f"it was called with {sorted(options)[0]}=")
+    if getattr(layer, "use_sliding_window_attention", layer.sliding_window_size):
+        attention_mask = layer._mask_sliding_window(attention_mask, cache_update_index=cache_update_index or 0)
+    return _plain(layer, query, key, value, attention_mask)
 
 
-def _llama(layer: Any, query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, attention_mask: Any = None) -> _Given:
-    """Llama, Mistral, Mixtral, Phi-3: no dropout on weights."""
-    return _Given(query, key, value, mask=_expanded(attention_mask), scale=layer._inv_norm_factor)
+def _neo_x(
+    layer: Any,
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
+    attention_mask: Any = None,
+    training: bool | None = None,
+) -> _Given:
+    """GPT-NeoX."""
+    _check_no_dropout(layer, training)
+    return _plain(layer, query, key, value, attention_mask)
 
 
-_FORMS: Mapping[str, Callable[..., _Given]] = {
-    "llama_attention.LlamaAttention": _llama,
+def _gemma(
+    layer: Any,
+    q: tf.Tensor,
+    k: tf.Tensor,
+    v: tf.Tensor,
+    attention_mask: Any,
+    training: bool | None = False,
+    cache_update_index: Any = 0,
+) -> _Given:
+    """Gemma, Gemma 2 and 3: groups of queries, with a soft cap and a sliding window in some."""
+    _check_no_dropout(layer, training)
+    normalized = layer.query_head_dim_normalize
+    scale = (layer.head_dim if normalized else layer.hidden_dim // layer.num_query_heads) ** -0.5
+    if layer.use_sliding_window_attention and attention_mask is not None:
+        attention_mask = layer._mask_sliding_window(attention_mask, cache_update_index=cache_update_index)
+    return _Given(q, k, v, mask=_of_heads(attention_mask), scale=scale, soft_cap=layer.logit_soft_cap)
+
+
+def _check_no_dropout(layer: keras.Layer, training: bool | None) -> None:
+    if _dropout(layer) and training is not False:
+        raise _NotInBlocksError(_DROPOUT)
+
+
+# By the module and the class with the method that is replaced. A subclass with a method of its own has its own form.
+_FORMS: Mapping[str, Callable[..., _Given | None]] = {
+    "multi_head_attention.MultiHeadAttention": _keras,
+    "grouped_query_attention.GroupedQueryAttention": _keras,
+    "llama_attention.LlamaAttention": _plain,
+    "mistral_attention.CachedMistralAttention": _plain,
+    "mixtral_attention.CachedMixtralAttention": _plain,
+    "phi3_attention.Phi3Attention": _plain,
+    "qwen_attention.QwenAttention": _windowed,
+    "qwen_moe_attention.QwenMoeAttention": _windowed,
+    "qwen3_attention.Qwen3Attention": _windowed,
+    "qwen3_moe_attention.Qwen3MoeAttention": _windowed,
+    "qwen3_5_attention.Qwen3_5Attention": _windowed,
+    "gpt_neo_x_attention.GPTNeoXAttention": _neo_x,
+    "gemma_attention.CachedGemmaAttention": _gemma,
+    "gemma3_attention.CachedGemma3Attention": _gemma,
 }

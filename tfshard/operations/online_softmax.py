@@ -1,8 +1,9 @@
 """Attention in blocks with an online softmax: no tensor has a number for each pair of a query and a key.
 
 This is FlashAttention-2 (Dao 2023, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
-algorithms 1 and 2) with a TensorFlow loop over pairs of a block of queries and a block of keys. The forward pass keeps the largest score of each query, and the sum of the exponentials. The backward pass computes
-the scores of a block again. With S, the scores of a block, m and l, the maximum and the sum of its queries:
+algorithms 1 and 2) with a TensorFlow loop over pairs of a block of queries and a block of keys. The forward pass keeps
+the largest score of each query, and the sum of the exponentials. The backward pass computes the scores of a block
+again. With S, the scores of a block, m and l, the maximum and the sum of its queries:
 
     P = exp(S - m) / l          dV += P^T dO        dP = dO V^T
     dS = P (dP - sum(dO O))     dQ += dS K          dK += dS^T Q
@@ -14,7 +15,9 @@ All functions take local tensors. Each pass is a function with loops, and equal 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -125,10 +128,32 @@ def _function(make: Callable[["_Blocks"], _Pass], kind: Attention, specs: tuple[
     def in_blocks(*given: tf.Tensor) -> list[tf.Tensor]:
         return function(*given)
 
-    in_blocks.__name__ = NAME
+    in_blocks.__name__ = f"{NAME}{make.__name__}_{hashlib.sha256(repr(kind).encode()).hexdigest()[:16]}"
     with tf.init_scope():
         traced = tf.function(in_blocks, autograph=False)
         return traced.get_concrete_function(*(tf.TensorSpec(shape, dtype) for shape, dtype in specs))
+
+
+_CALL = re.compile(rf"{NAME}_forward_[0-9a-f]+")
+
+
+def kind_of_call(operation: tf.Operation) -> str | None:
+    """Return what a call of a forward pass computes, equal for all shapes; None for other operations."""
+    match = _CALL.search(_private.called_function(operation) or "")
+    return None if match is None else match.group()
+
+
+def samples_in_results(operation: tf.Operation, dims: Mapping[int, int]) -> dict[int, int] | None:
+    """Return the dim of the samples in each result of a forward pass; None if it may combine samples.
+
+    Args:
+        operation: The call.
+        dims: The dim of the samples in the operands that have samples, by the numbers of the operands.
+    """
+    for number, each in enumerate(operation.inputs):
+        if dims.get(number) != (0 if number < 3 or each.shape[0] > 1 else None):
+            return None
+    return {0: 0, 1: 1, 2: 1}
 
 
 class _Blocks:

@@ -116,8 +116,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
         LayoutError: `layout_map` is of another type or names an axis that the mesh does not have.
-        StrategyError: An unknown stage, slot dtype, compression or attention; `offload` on TPUs, or if no slot is sharded;
-            `compression` on a mesh with a model axis.
+        StrategyError: An unknown stage, slot dtype, compression or attention; `offload` on TPUs, or if no slot is
+            sharded; `compression` on a mesh with a model axis.
 
     The batch is global: `batch_size` in `fit` is the number of samples of one step over all devices, the loss is
     the mean over that batch, and `num_replicas_in_sync` is 1.
