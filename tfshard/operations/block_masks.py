@@ -65,9 +65,9 @@ class BlockMask:
             sizes: The numbers of queries and keys of the block.
         """
         found = _computed(self.node, parts, first, sizes)
-        return (
-            found if found.dtype == tf.bool else found > tf.constant(0.5 if found.dtype.is_floating else 0, found.dtype)
-        )
+        if found.dtype == tf.bool:
+            return found
+        return found > tf.constant(0.5 if found.dtype.is_floating else 0, found.dtype)
 
 
 def mask_of(mask: tf.Tensor, shape: Sequence[int]) -> tuple[BlockMask, list[tf.Tensor]]:
