@@ -26,6 +26,7 @@ from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.config import AttentionChoice
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import block_masks, layer_patch, online_softmax, vocabulary
+from tfshard.operations.block_masks import BlockMask
 from tfshard.operations.layer_patch import ATTENTION
 from tfshard.operations.local_map import local_map
 from tfshard.operations.online_softmax import Attention
@@ -222,7 +223,8 @@ def _computed_in_blocks(given: _Given, mesh: dtensor.Mesh) -> tf.Tensor:
         scale = tf.get_static_value(scale)
         if scale is None:
             raise _NotInBlocksError("the scale of its scores is a tensor")
-    mask, parts = None, []
+    mask: BlockMask | None = None
+    parts: list[tf.Tensor] = []
     if given.mask is not None:
         shape = (query.shape[0], heads, query.shape[1], key.shape[1])
         mask, parts = block_masks.mask_of(_mask(given.mask, shape), shape)

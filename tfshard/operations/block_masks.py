@@ -118,6 +118,9 @@ class _Parts:
             return (operation.type, *(self.node_of(each, at) for each, at in zip(inputs, aligned, strict=True)))
         if operation.type == "Cast":
             return ("Cast", operation.get_attr("DstT").as_numpy_dtype().dtype.name, self.node_of(inputs[0], places))
+        if operation.type == "Const":
+            value = _equal_value(tensor)
+            return None if value is None else self._part(tf.constant(value), ())
         if operation.type == "Fill":
             return self.node_of(inputs[1], ())
         if operation.type in _REARRANGING or _is_full_slice(operation):
@@ -164,13 +167,22 @@ def _counted(operation: tf.Operation, places: tuple[int, ...]) -> _Node | None:
         return None
     while source.op.type in ("BroadcastTo", "Fill", "Identity"):
         source = source.op.inputs[1 if source.op.type == "Fill" else 0]
-    value = tf.get_static_value(source)
-    if value is None or not np.size(value) or np.any(value != np.reshape(value, -1)[0]):
+    value = _equal_value(source)
+    if value is None:
         return None
     place = places[int(axis)]
     if place not in (_QUERIES, _KEYS):
         return None
-    return ("Cumsum", place, float(np.reshape(value, -1)[0]), operation.outputs[0].dtype.name)
+    return ("Cumsum", place, float(value), operation.outputs[0].dtype.name)
+
+
+def _equal_value(tensor: tf.Tensor) -> Any:
+    """Return the value of the elements of a constant, if all are equal; otherwise None."""
+    values = tf.get_static_value(tensor)
+    if values is None or not np.size(values):
+        return None
+    first = np.reshape(values, -1)[0]
+    return first if np.all(values == first) else None
 
 
 def _computed(
