@@ -77,12 +77,12 @@ def mask_of(mask: tf.Tensor, shape: Sequence[int]) -> tuple[BlockMask, list[tf.T
         mask: The mask, in a graph, with a static shape that broadcasts to `shape`.
         shape: The shape of the scores, `(B, N, T, S)`.
     """
-    finder = _Parts(tuple(shape))
+    finder = _PartFinder(tuple(shape))
     places = tuple(range(4 - mask.shape.rank, 4))
     return BlockMask(finder.node_of(mask, places)), finder.parts
 
 
-class _Parts:
+class _PartFinder:
     """Follows a mask back to its parts."""
 
     def __init__(self, shape: tuple[int, ...]):
