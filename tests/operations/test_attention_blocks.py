@@ -111,6 +111,7 @@ def differentiated(function: Any, given: Any, weights: tf.Tensor) -> list[tf.Ten
     return [result, *tape.gradient(loss, given)]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_sums_have_the_precision_of_keras(dtype: str):
     given = [tf.cast(drawn(2, 9, 2, 8), dtype) for _ in range(3)]
@@ -286,6 +287,7 @@ def test_families_train_as_on_one_device(name: str):
     parity.assert_same(run, families.reference(name), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_gemma_with_a_soft_cap_trains_as_on_one_device():
     def build() -> keras.Model:
         backbone = keras_hub.models.GemmaBackbone(
@@ -321,6 +323,7 @@ def test_report_says_why_attention_is_not_in_blocks(name: str):
     assert len(others) == 2 and all(each.endswith(f"is not in blocks: {reason}.") for each in others)
 
 
+@pytest.mark.slow
 def test_auto_computes_in_blocks_from_a_number_of_pairs(monkeypatch):
     for least, in_blocks in ((LENGTH * LENGTH + 1, False), (LENGTH * LENGTH, True)):
         monkeypatch.setattr(attention, "LEAST_PAIRS", least)
@@ -330,6 +333,7 @@ def test_auto_computes_in_blocks_from_a_number_of_pairs(monkeypatch):
         assert len([each for each in strategy.report(model).notes if "ttention" in each]) == in_blocks
 
 
+@pytest.mark.slow
 def test_models_without_a_strategy_compute_as_before():
     original = _private.keras_backend.nn.dot_product_attention
     with mock.patch.object(online_softmax, "attend", wraps=online_softmax.attend) as attend:
