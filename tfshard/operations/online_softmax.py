@@ -31,7 +31,7 @@ from tfshard.operations.block_masks import BlockMask
 # The most queries, and the most keys, of a block.
 BLOCK = 512
 
-# The score of a pair that is masked: `_get_large_negative` in Keras's TensorFlow backend.
+# The score of a masked pair, as in Keras's TensorFlow backend ("_get_large_negative").
 _LOW = -0.7 * 3.38953e38
 
 # A part of the names of the functions.
