@@ -594,6 +594,33 @@ MUTATIONS = [
         "test_a_model_that_moves_takes_what_was_not_sent_along_and_says_when_it_is_dropped",
     ),
     Mutation(
+        area="attention in blocks",
+        function="tfshard.operations.online_softmax:_forward",
+        old="output = of_outputs.get(outputs, i) * less +",
+        new="output = of_outputs.get(outputs, i) +",
+        what="sums of earlier blocks keep their old maximum",
+        killed_by="tests/operations/test_attention_blocks.py::"
+        "test_results_and_gradients_are_those_of_full_scores[8x8, 2 of 2, causal square, cap None, mean]",
+    ),
+    Mutation(
+        area="attention in blocks",
+        function="tfshard.operations.online_softmax:_backward",
+        old="for_scores *= 1 - tf.square(tanh)",
+        new="pass",
+        what="gradients ignore the soft cap",
+        killed_by="tests/operations/test_attention_blocks.py::"
+        "test_results_and_gradients_are_those_of_full_scores[7x5, 4 of 2, causal square, cap 2.0, zero]",
+    ),
+    Mutation(
+        area="attention in blocks",
+        function="tfshard.operations.block_masks:_computed",
+        old="cast(numbers(rest[0]) + 1, rest[2])",
+        new="cast(numbers(rest[0]) * 0 + 1, rest[2])",
+        what="positions of a mask do not count",
+        killed_by="tests/operations/test_attention_blocks.py::"
+        "test_blocks_of_a_mask_are_computed_from_its_parts[causal of Keras]",
+    ),
+    Mutation(
         area="compiled blocks",
         function="tfshard.operations.row_proof:_advanced",
         old="            raise NotByRowsError(outcome.reason)\n",

@@ -80,6 +80,7 @@ from tfshard._private.functions import (
 )
 from tfshard._private.graphs import (
     TRACKING_ATTRIBUTE,
+    called_function,
     captured,
     captured_placeholders,
     captured_resources,
@@ -238,6 +239,7 @@ __all__ = [
     "before_first_use",
     "annotated_call",
     "call_stablehlo",
+    "called_function",
     "can_shard_convolution",
     "captured",
     "captured_placeholders",

@@ -168,6 +168,14 @@ def function_graph(operation: tf.Operation, attribute: str) -> tf.Graph | None:
     return getattr(operation.graph._get_function(operation.get_attr(attribute).name), "graph", None)
 
 
+def called_function(operation: tf.Operation) -> str | None:
+    """Return the name of the function that an operation calls; None for other operations."""
+    if operation.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return None
+    name: str = operation.get_attr("f").name
+    return name
+
+
 def keeps_lengths(loop: tf.Operation, number: int) -> bool:
     """Return whether a `tf.while_loop` body returns the numbered tensor list with the length it received."""
     body = function_graph(loop, "body")
@@ -355,6 +363,8 @@ def copied(
 ) -> list[tf.Tensor]:
     """Copy an operation to a graph with other inputs and return its outputs (`Graph._create_op_internal`).
 
+    Functions that the operation calls go with it (`Graph._add_function_recursive`).
+
     Args:
         operation: The operation to copy.
         inputs: The inputs of the copy.
@@ -366,6 +376,10 @@ def copied(
     if dtype is not None:
         attrs["Tparams" if operation.type == "GatherV2" else "T"] = tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
         dtypes = [dtype] * len(dtypes)
+    if graph is not None and graph is not operation.graph:
+        for attr in attrs.values():
+            if attr.HasField("func"):
+                graph._add_function_recursive(operation.graph._get_function(attr.func.name))
     made = (graph or operation.graph)._create_op_internal(operation.type, list(inputs), dtypes, attrs=attrs)
     return list(made.outputs)
 

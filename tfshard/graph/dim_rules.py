@@ -103,11 +103,6 @@ def elementwise_sources(operation: tf.Operation, dim: int) -> tuple[tuple[int, i
     return tuple(found)
 
 
-def is_elementwise(operation: tf.Operation) -> bool:
-    """Return whether each element of the result follows from one element of each input, up to broadcasting."""
-    return _RULES.get(operation.type) is _elementwise
-
-
 def sources(operation: tf.Operation, output: int, dim: int) -> tuple[tuple[int, int], ...]:
     """Return (number of the input, dim) of the dims that are sharded if dim `dim` of a result is.
 

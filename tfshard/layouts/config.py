@@ -216,6 +216,33 @@ class Offload:
         return cls(slots=offload is not None)
 
 
+class AttentionChoice(enum.Enum):
+    """How attention is computed.
+
+    Attributes:
+        AUTO: In blocks, from a number of pairs of a query and a key.
+        FLASH: In blocks where that is possible.
+        MATH: With the full scores, as in Keras.
+    """
+
+    AUTO = "auto"
+    FLASH = "flash"
+    MATH = "math"
+
+    @classmethod
+    def from_option(cls, attention: Any) -> "AttentionChoice":
+        """Return the choice with a name.
+
+        Raises:
+            StrategyError: No choice has the name.
+        """
+        found = next((each for each in cls if each.value == attention), None)
+        if found is None:
+            names = tuple(each.value for each in cls)
+            raise StrategyError(f"attention must be one of {names}. Received: attention={attention!r}")
+        return found
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
     """Every setting of a strategy except its mesh.
@@ -233,6 +260,7 @@ class ShardingConfig:
         sequence_parallel: True: the model axis shards activations along the sequence between tensor-parallel blocks.
         already_sharded: True: each client of a launched run feeds its local rows of every batch.
         reduction: How devices reduce some gradients, in place of DTensor's reductions. Users call it `compression`.
+        attention: How attention is computed.
         kinds: The kinds of variables that no step reads in full, each with the user's settings for the kind.
 
     Example:
@@ -252,6 +280,7 @@ class ShardingConfig:
     sequence_parallel: bool = False
     already_sharded: bool = False
     reduction: GradientReduction | None = None
+    attention: AttentionChoice = AttentionChoice.AUTO
     kinds: tuple[VariableKind, ...] = ()
 
     def __post_init__(self) -> None:
@@ -289,7 +318,7 @@ class ShardingConfig:
         found: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, ZeroStage):
+            if isinstance(value, (ZeroStage, AttentionChoice)):
                 found[field.name] = value.value
             elif isinstance(value, (ReshardPolicy, Precision, Microbatches, Offload)):
                 found |= {

@@ -20,7 +20,7 @@ from tfshard.layouts.config import ZeroStage
 from tfshard.layouts.gradient_reduction import OPTION_NAME
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import compiled_blocks, compiled_updates
+from tfshard.operations import attention, compiled_blocks, compiled_updates
 from tfshard.storage.variables import ShardedVariable
 
 
@@ -338,6 +338,7 @@ def _notes(model: keras.Model, misplaced: Sequence[str]) -> tuple[str, ...]:
         more = f" and {len(misplaced) - _NAMED} others" if len(misplaced) > _NAMED else ""
         notes.append(f"The next step moves these variables to the layouts of the strategy: {names}{more}.")
     notes += _compiled_notes(model)
+    notes += _attention_notes(model)
     return tuple(notes)
 
 
@@ -371,6 +372,19 @@ def _update_notes(optimizer: keras.optimizers.Optimizer) -> list[str]:
         more = f" and {len(names) - 1} others" if len(names) > 1 else ""
         notes.append(f"The update of '{names[0]}'{more} is not compiled: {reason}.")
     return notes
+
+
+def _attention_notes(model: keras.Model) -> list[str]:
+    """Return sentences about the attention layers that computed in blocks in the last traced step, and the others.
+
+    Layers with sequences that are too short for `attention="auto"` are no news.
+    """
+    found = [each for each in attention.attention_runs(model) if not each.is_short]
+    if not found:
+        return []
+    in_blocks = sum(not each.reason for each in found)
+    others = [f"Attention of '{each.path}' is not in blocks: {each.reason}." for each in found if each.reason]
+    return [f"{in_blocks} of {len(found)} attention layers compute in blocks of queries and keys.", *others]
 
 
 def _is_on(variable: keras.Variable, mesh: dtensor.Mesh) -> bool:

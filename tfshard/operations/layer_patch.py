@@ -102,6 +102,13 @@ SEQUENCE = Change(
     module="sequence",
     knows_mesh=True,
 )
+ATTENTION = Change(
+    of="attention layers",
+    attribute="_compute_attention",
+    why="computes in blocks, where Keras computes a score for each pair of a query and a key",
+    module="attention",
+    knows_mesh=True,
+)
 BLOCK = Change(
     of="blocks of `strategy.recompute`",
     attribute="call",
@@ -153,7 +160,8 @@ RECORDED_GRADIENTS = Change(
 )
 CHANGES = [
     TABLE_READ, METRIC_UPDATE, OUTPUT_LOSS, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, ADAPTER, QUANTIZED_ADAPTER,
-    SEQUENCE, COMPILED, BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS, RECORDED_GRADIENTS,
+    SEQUENCE, ATTENTION, COMPILED, BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS,
+    RECORDED_GRADIENTS,
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import compilations, expansions, local_shards
 from tfshard.errors import UnsupportedOperationError
-from tfshard.operations import origins
+from tfshard.operations import online_softmax, origins
 
 # The operation that runs a program.
 CALL = "XlaCallModule"
@@ -189,7 +189,7 @@ def recomputed_from(
     Args:
         tensors: The tensors.
         known: References to tensors that are known.
-        kept: Types of operations.
+        kept: Types of operations. With products, attention in blocks is kept, too.
     """
     found: dict[Hashable, tf.Tensor] = {}
     left, seen = list(tensors), set()
@@ -198,7 +198,7 @@ def recomputed_from(
         if tensor.ref() in known or tensor.ref() in seen:
             continue
         seen.add(tensor.ref())
-        if tensor.op.type in kept:
+        if tensor.op.type in kept or (kept and online_softmax.kind_of_call(tensor.op) is not None):
             found[tensor.ref()] = tensor
         else:
             left += tensor.op.inputs

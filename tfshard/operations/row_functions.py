@@ -17,7 +17,16 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
-from tfshard.operations import activations, batch_moments, cross_entropies, repeats, rows, unsized, vocabulary
+from tfshard.operations import (
+    activations,
+    attention,
+    batch_moments,
+    cross_entropies,
+    repeats,
+    rows,
+    unsized,
+    vocabulary,
+)
 from tfshard.operations.replacing import replaced
 from tfshard.storage import steps
 
@@ -144,5 +153,6 @@ _VERSIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (tf, "repeat", repeats.repeat), (tf.nn, "moments", batch_moments.moments),
     (tf.nn, "batch_normalization", batch_moments.normalize),
     (tf.nn, "sparse_softmax_cross_entropy_with_logits", _cross_entropy),
+    (_private.keras_backend.nn, "dot_product_attention", attention.dot_product_attention),
     *((tf.nn, name, functools.partial(_activation, version)) for name, version in activations.VERSIONS.items()),
 )  # fmt: skip

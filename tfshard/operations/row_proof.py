@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.graph import dim_rules
+from tfshard.operations import online_softmax
 
 # Sizes of the batch for the second trace.
 PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
@@ -159,8 +160,12 @@ class _TraceComparison:
 
     def _compare(self, one: tf.Operation, other: tf.Operation) -> None:
         attributes, others = one.node_def.attr, other.node_def.attr
+        attends = online_softmax.kind_of_call(one) if one.type == "PartitionedCall" else None
+        uncompared = _UNCOMPARED if attends is None else _UNCOMPARED | {"f"}
+        if attends is not None and attends != online_softmax.kind_of_call(other):
+            raise NotByRowsError(f"{_described(one)} depends on the size of the batch")
         for name in attributes:
-            if name not in _UNCOMPARED and attributes[name] != others[name]:
+            if name not in uncompared and attributes[name] != others[name]:
                 raise NotByRowsError(f"attribute '{name}' of {_described(one)} depends on the size of the batch")
         differs = False
         for number, (a, b) in enumerate(zip(one.inputs, other.inputs, strict=True)):
@@ -266,6 +271,11 @@ def _advanced(operation: tf.Operation, dims: Mapping[Hashable, int]) -> dict[Has
         raise NotByRowsError(f"{_described(operation)} has side effects")
     if operation.type.startswith("FusedBatchNorm") and operation.get_attr("is_training"):
         raise NotByRowsError(dim_rules.needs_all(operation))
+    if online_softmax.kind_of_call(operation) is not None:
+        results = online_softmax.samples_in_results(operation, given)
+        if results is None:
+            raise NotByRowsError(f"{_described(operation)} combines samples with other samples")
+        return {operation.outputs[number].ref(): dim for number, dim in results.items()}
     found: dict[Hashable, int] | None = None
     for number, dim in given.items():
         outcome = dim_rules.advance(operation, number, dim, 1)

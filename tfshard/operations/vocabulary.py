@@ -124,19 +124,19 @@ def _labels(y_true: Any, y_pred: tf.Tensor, *, sparse: bool) -> tf.Tensor:
     return tf.cast(labels, tf.int32)
 
 
-def sharded_axis(scores: Any) -> str | None:
-    """Return the model axis that shards the last dim of a tensor of a step; None if no axis does.
+def sharded_axis(scores: Any, dim: int = -1) -> str | None:
+    """Return the model axis that shards a dim of a tensor of a step, by default the last; None if no axis does.
 
     In a graph, tensors have no layouts yet. The function follows the dim back to its kernel or table: a `Relayout`
     brings each variable that a step reads to its compute layout.
     """
-    if not isinstance(scores, tf.Tensor) or not scores.shape.rank or scores.shape[-1] is None:
+    if not isinstance(scores, tf.Tensor) or not scores.shape.rank or scores.shape[dim] is None:
         return None
     if _private.is_eager():
-        return _model_axis(dtensor.fetch_layout(scores), -1) if transfer.is_dtensor(scores) else None
-    for tensor, dim in dim_rules.way_back(scores, scores.shape.rank - 1):
+        return _model_axis(dtensor.fetch_layout(scores), dim) if transfer.is_dtensor(scores) else None
+    for tensor, place in dim_rules.way_back(scores, dim % scores.shape.rank):
         if tensor.op.type == "Relayout":
-            axis = _model_axis(dtensor.Layout.from_string(tensor.op.get_attr("layout").decode()), dim)
+            axis = _model_axis(dtensor.Layout.from_string(tensor.op.get_attr("layout").decode()), place)
             if axis is not None:
                 return axis
     return None

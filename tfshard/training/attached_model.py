@@ -20,6 +20,7 @@ from tfshard.layouts.variable_kind import VariableKind
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.operations import (
     adapters,
+    attention,
     blocks,
     compiled_blocks,
     compiled_updates,
@@ -336,6 +337,7 @@ class AttachedModel:
         loops.install(model, mesh)
         lookups.install(model)
         adapters.install(model)
+        attention.install(model, mesh)
         blocks.install_remat(model)
         if self.strategy.config.sequence_parallel:
             sequence.install(model, mesh)

@@ -28,7 +28,15 @@ from tfshard.errors import MeshError, StrategyError, warn
 from tfshard.graph import auto_layout, model_specs
 from tfshard.layouts import gradient_reduction, planner, variable_kind
 from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
-from tfshard.layouts.config import Microbatches, Offload, Precision, ReshardPolicy, ShardingConfig, ZeroStage
+from tfshard.layouts.config import (
+    AttentionChoice,
+    Microbatches,
+    Offload,
+    Precision,
+    ReshardPolicy,
+    ShardingConfig,
+    ZeroStage,
+)
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
@@ -100,12 +108,16 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         tables: The embedding tables that are sharded by rows at every stage. A step reads and updates only the rows it
             looks up, and never gathers a table. A `tfshard.EmbeddingTables`, or patterns of the tables' paths for
             updates as in Keras (docs/tables.md).
+        attention: How attention of Keras and KerasHub is computed in compiled steps. `"flash"`: in blocks of queries
+            and keys with an online softmax, in memory that is linear in the sequence (Dao 2023, "FlashAttention-2").
+            `"math"`: with a score for each pair of a query and a key, as in Keras. `"auto"`: in blocks from 1,024
+            queries by 1,024 keys. What is not computed in blocks is in docs/attention.md.
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
         LayoutError: `layout_map` is of another type or names an axis that the mesh does not have.
-        StrategyError: An unknown stage, slot dtype or compression; `offload` on TPUs, or if no slot is sharded;
-            `compression` on a mesh with a model axis.
+        StrategyError: An unknown stage, slot dtype, compression or attention; `offload` on TPUs, or if no slot is
+            sharded; `compression` on a mesh with a model axis.
 
     The batch is global: `batch_size` in `fit` is the number of samples of one step over all devices, the loss is
     the mean over that batch, and `num_replicas_in_sync` is 1.
@@ -140,6 +152,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         offload: str | None = None,
         compression: Any = None,
         tables: VariableKind | str | Sequence[str] | None = None,
+        attention: str = "auto",
     ):
         readiness.check_process()
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
@@ -161,6 +174,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             sequence_parallel=sequence_parallel,
             already_sharded=already_sharded,
             reduction=gradient_reduction.from_option(compression),
+            attention=AttentionChoice.from_option(attention),
             kinds=variable_kind.from_options(tables=tables),
         )
         self._start(mesh, config)

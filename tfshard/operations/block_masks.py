@@ -1,0 +1,216 @@
+"""Masks of attention, computed block by block.
+
+Keras and KerasHub make a mask of small tensors: the padding of each sample, and positions that they compare. The full
+mask has an element for each pair of a query and a key. Here a mask is followed back through the operations that made
+it, to the tensors that depend on the query alone or on the key alone. The same operations then compute a block of it.
+Tensors that other operations made are parts as they are, and a block is cut out of them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# The dims of scores: batch, heads, queries, keys.
+_QUERIES, _KEYS = 2, 3
+
+# Operations of one element after the other.
+_ELEMENTWISE: Mapping[str, Callable[..., tf.Tensor]] = {
+    "AddV2": tf.add,
+    "BitwiseAnd": tf.bitwise.bitwise_and,
+    "BitwiseOr": tf.bitwise.bitwise_or,
+    "Equal": tf.equal,
+    "Greater": tf.greater,
+    "GreaterEqual": tf.greater_equal,
+    "Less": tf.less,
+    "LessEqual": tf.less_equal,
+    "LogicalAnd": tf.logical_and,
+    "LogicalNot": tf.logical_not,
+    "LogicalOr": tf.logical_or,
+    "Maximum": tf.maximum,
+    "Minimum": tf.minimum,
+    "Mul": tf.multiply,
+    "NotEqual": tf.not_equal,
+    "SelectV2": tf.where,
+    "Sub": tf.subtract,
+}
+# Operations that return the elements of their first input.
+_REARRANGING = ("BroadcastTo", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient", "PreventGradient")
+
+# Descriptions of how to compute a block: ("part", number), (type of operation, inputs...), ("Cast", dtype, input),
+# ("Cumsum", dim, number of equal elements), ("MatrixBandPart", lower, upper, input).
+_Node = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMask:
+    """How to compute a block of a mask. Equal masks compute the same of equal parts.
+
+    Attributes:
+        node: The description.
+    """
+
+    node: _Node
+
+    def block(
+        self, parts: Sequence[tf.Tensor], first: tuple[tf.Tensor, tf.Tensor], sizes: tuple[int, int]
+    ) -> tf.Tensor:
+        """Return a block of the mask, `(B or 1, N or 1, queries or 1, keys or 1)`, boolean.
+
+        Args:
+            parts: The parts, `(B or 1, N or 1, T or 1, S or 1)`, as many as `mask_of` returned.
+            first: The numbers of the first query and key of the block.
+            sizes: The numbers of queries and keys of the block.
+        """
+        found = _computed(self.node, parts, first, sizes)
+        if found.dtype == tf.bool:
+            return found
+        return found > tf.constant(0.5 if found.dtype.is_floating else 0, found.dtype)
+
+
+def mask_of(mask: tf.Tensor, shape: Sequence[int]) -> tuple[BlockMask, list[tf.Tensor]]:
+    """Return how to compute a mask by blocks, and its parts.
+
+    Args:
+        mask: The mask, in a graph, with a static shape that broadcasts to `shape`.
+        shape: The shape of the scores, `(B, N, T, S)`.
+    """
+    finder = _PartFinder(tuple(shape))
+    places = tuple(range(4 - mask.shape.rank, 4))
+    return BlockMask(finder.node_of(mask, places)), finder.parts
+
+
+class _PartFinder:
+    """Follows a mask back to its parts."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self._shape = shape
+        self._numbers: dict[Hashable, int] = {}
+        self.parts: list[tf.Tensor] = []
+
+    def node_of(self, tensor: tf.Tensor, places: tuple[int, ...]) -> _Node:
+        """Return how to compute a block of a tensor.
+
+        Args:
+            tensor: The tensor.
+            places: For each dim of the tensor, the dim of the scores.
+        """
+        square = {place for place, size in zip(places, tensor.shape, strict=True) if size > 1} >= {_QUERIES, _KEYS}
+        return (self._followed(tensor, places) if square else None) or self._part(tensor, places)
+
+    def _part(self, tensor: tf.Tensor, places: tuple[int, ...]) -> _Node:
+        key = tensor.ref(), places
+        if key not in self._numbers:
+            self._numbers[key] = len(self.parts)
+            sizes = dict(zip(places, tensor.shape, strict=True))
+            self.parts.append(tf.reshape(tensor, [sizes.get(place, 1) for place in range(4)]))
+        return ("part", self._numbers[key])
+
+    def _followed(self, tensor: tf.Tensor, places: tuple[int, ...]) -> _Node | None:
+        operation = tensor.op
+        inputs = operation.inputs
+        if any(not each.shape.is_fully_defined() for each in inputs):
+            return None
+        if operation.type in _ELEMENTWISE:
+            aligned = [places[len(places) - each.shape.rank :] for each in inputs]
+            return (operation.type, *(self.node_of(each, at) for each, at in zip(inputs, aligned, strict=True)))
+        if operation.type == "Cast":
+            return ("Cast", operation.get_attr("DstT").as_numpy_dtype().dtype.name, self.node_of(inputs[0], places))
+        if operation.type == "Const":
+            value = _equal_value(tensor)
+            return None if value is None else self._part(tf.constant(value), ())
+        if operation.type == "Fill":
+            return self.node_of(inputs[1], ())
+        if operation.type in _REARRANGING or _is_full_slice(operation):
+            before = _places_before(operation, places)
+            return None if before is None else self.node_of(inputs[0], before)
+        if operation.type == "MatrixBandPart" and places[-2:] == (_QUERIES, _KEYS):
+            bounds = [tf.get_static_value(each) for each in inputs[1:]]
+            if all(each is not None for each in bounds):
+                return ("MatrixBandPart", *map(int, bounds), self.node_of(inputs[0], places))
+        if operation.type == "Cumsum":
+            return _counted(operation, places)
+        return None
+
+
+def _is_full_slice(operation: tf.Operation) -> bool:
+    """Return whether an operation is a slice of all elements, perhaps with further dims of size 1."""
+    if operation.type not in ("Slice", "StridedSlice"):
+        return False
+    strides = [1] if operation.type == "Slice" else tf.get_static_value(operation.inputs[3])
+    return strides is not None and bool(np.all(np.asarray(strides) == 1))
+
+
+def _places_before(operation: tf.Operation, places: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the dims of the scores of an input with other dims of size 1; None if it has other dims."""
+    source, result = operation.inputs[0].shape, operation.outputs[0].shape
+    if operation.type == "BroadcastTo":
+        return places[len(places) - source.rank :]
+    long = [(size, place) for size, place in zip(result, places, strict=True) if size > 1]
+    sizes = [size for size in source if size > 1]
+    if sizes != [size for size, _ in long]:
+        return None
+    waiting = iter(place for _, place in long)
+    # A dim of size 1 belongs to any dim of the scores before the next one.
+    found: list[int] = []
+    for size in source:
+        found.append(next(waiting) if size > 1 else -1)
+    return tuple(found)
+
+
+def _counted(operation: tf.Operation, places: tuple[int, ...]) -> _Node | None:
+    """Return a node for the cumulative sum of equal elements: their numbers along a dim."""
+    source, axis = operation.inputs[0], tf.get_static_value(operation.inputs[1])
+    if axis is None or operation.get_attr("exclusive") or operation.get_attr("reverse"):
+        return None
+    while source.op.type in ("BroadcastTo", "Fill", "Identity"):
+        source = source.op.inputs[1 if source.op.type == "Fill" else 0]
+    value = _equal_value(source)
+    if value is None:
+        return None
+    place = places[int(axis)]
+    if place not in (_QUERIES, _KEYS):
+        return None
+    return ("Cumsum", place, float(value), operation.outputs[0].dtype.name)
+
+
+def _equal_value(tensor: tf.Tensor) -> Any:
+    """Return the value of the elements of a constant, if all are equal; otherwise None."""
+    values = tf.get_static_value(tensor)
+    if values is None or not np.size(values):
+        return None
+    first = np.reshape(values, -1)[0]
+    return first if np.all(values == first) else None
+
+
+def _computed(
+    node: _Node, parts: Sequence[tf.Tensor], first: tuple[tf.Tensor, tf.Tensor], sizes: tuple[int, int]
+) -> tf.Tensor:
+    kind, *rest = node
+
+    def numbers(place: int) -> tf.Tensor:
+        found = first[place - _QUERIES] + tf.range(sizes[place - _QUERIES])
+        return tf.reshape(found, [-1 if dim == place else 1 for dim in range(4)])
+
+    if kind == "part":
+        part = parts[rest[0]]
+        starts, extents = [0, 0, 0, 0], part.shape.as_list()
+        for place in (_QUERIES, _KEYS):
+            if part.shape[place] > 1:
+                starts[place], extents[place] = first[place - _QUERIES], sizes[place - _QUERIES]
+        return tf.slice(part, tf.stack(starts), extents)
+    if kind == "Cast":
+        return tf.cast(_computed(rest[1], parts, first, sizes), rest[0])
+    if kind == "Cumsum":
+        return tf.cast(numbers(rest[0]) + 1, rest[2]) * tf.cast(rest[1], rest[2])
+    if kind == "MatrixBandPart":
+        lower, upper, inner = rest
+        below = numbers(_QUERIES) - numbers(_KEYS)
+        in_band = ((below <= lower) if lower >= 0 else tf.constant(True)) & (
+            (-below <= upper) if upper >= 0 else tf.constant(True)
+        )
+        found = _computed(inner, parts, first, sizes)
+        return tf.where(in_band, found, tf.zeros([], found.dtype))
+    return _ELEMENTWISE[kind](*(_computed(each, parts, first, sizes) for each in rest))
