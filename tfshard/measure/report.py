@@ -20,7 +20,7 @@ from tfshard.layouts.config import ZeroStage
 from tfshard.layouts.gradient_reduction import OPTION_NAME
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import compiled_blocks
+from tfshard.operations import chunked_cross_entropy, compiled_blocks
 from tfshard.storage.variables import ShardedVariable
 
 
@@ -338,6 +338,7 @@ def _notes(model: keras.Model, misplaced: Sequence[str]) -> tuple[str, ...]:
         more = f" and {len(misplaced) - _NAMED} others" if len(misplaced) > _NAMED else ""
         notes.append(f"The next step moves these variables to the layouts of the strategy: {names}{more}.")
     notes += _compiled_notes(model)
+    notes += [str(each) for each in chunked_cross_entropy.chunked_heads(model)]
     return tuple(notes)
 
 

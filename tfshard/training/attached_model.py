@@ -21,6 +21,7 @@ from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.operations import (
     adapters,
     blocks,
+    chunked_cross_entropy,
     compiled_blocks,
     convolution,
     layer_patch,
@@ -336,6 +337,8 @@ class AttachedModel:
         blocks.install_remat(model)
         if self.strategy.config.sequence_parallel:
             sequence.install(model, mesh)
+        if self.strategy.config.chunked_cross_entropy is not None:
+            chunked_cross_entropy.install(model, mesh, self.strategy.config.chunked_cross_entropy)
         if self.compiles_blocks:
             compiled_blocks.install(model, mesh)
         else:

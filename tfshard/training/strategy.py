@@ -28,7 +28,7 @@ from tfshard.errors import MeshError, StrategyError, warn
 from tfshard.graph import auto_layout, model_specs
 from tfshard.layouts import gradient_reduction, planner, variable_kind
 from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
-from tfshard.layouts.config import Microbatches, Offload, Precision, ReshardPolicy, ShardingConfig, ZeroStage
+from tfshard.layouts.config import ChunkedCrossEntropy, Microbatches, Offload, Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
@@ -100,6 +100,10 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         tables: The embedding tables that are sharded by rows at every stage. A step reads and updates only the rows it
             looks up, and never gathers a table. A `tfshard.EmbeddingTables`, or patterns of the tables' paths for
             updates as in Keras (docs/tables.md).
+        chunked_cross_entropy: The tokens of a chunk in which each device computes the cross entropy of the model's last
+            projection and its gradient, from hidden states and kernel. No device then holds all its logits. `"auto"`
+            takes chunks only where a device's logits are large (docs/stages.md); `strategy.report` says what it chose.
+            By default the logits are whole.
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
@@ -140,6 +144,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         offload: str | None = None,
         compression: Any = None,
         tables: VariableKind | str | Sequence[str] | None = None,
+        chunked_cross_entropy: int | str | None = None,
     ):
         readiness.check_process()
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
@@ -162,6 +167,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             already_sharded=already_sharded,
             reduction=gradient_reduction.from_option(compression),
             kinds=variable_kind.from_options(tables=tables),
+            chunked_cross_entropy=ChunkedCrossEntropy.from_option(chunked_cross_entropy),
         )
         self._start(mesh, config)
 
@@ -174,6 +180,12 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
     def _start(self, mesh: dtensor.Mesh, config: ShardingConfig) -> None:
         """Check the settings on a mesh, agree on them with the other clients, and start what a step needs."""
         self.pipeline_axes = axis_sizes(mesh)
+        if self.pipeline_axes.pipeline is not None and config.chunked_cross_entropy is not None:
+            raise StrategyError(
+                "chunked_cross_entropy does not work with a pipeline axis: the last stage computes whole logits. Leave "
+                f"one of them out. Received: chunked_cross_entropy={config.chunked_cross_entropy.chunk!r}, "
+                f"mesh={self.pipeline_axes}"
+            )
         *others, mesh = rank_meshes(mesh)
         axes = axis_sizes(mesh)
         config.check_mesh(axes)
