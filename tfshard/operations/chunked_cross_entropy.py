@@ -311,7 +311,7 @@ class Head:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chunks:
-    """Chunks of nearly equal size: the last one is filled up with zeros.
+    """Chunks of equal size: the last one is filled up.
 
     Attributes:
         tokens: The tokens of a device.
@@ -328,12 +328,12 @@ class _Chunks:
         count = max(-(-tokens // most), 1)
         return cls(tokens=tokens, count=count, size=-(-tokens // count))
 
-    def split(self, tensor: tf.Tensor, *dims: int) -> tf.Tensor:
-        """Return a tensor `(chunks, tokens of a chunk, *dims)` of a tensor with as many elements, less the zeros."""
+    def split(self, tensor: tf.Tensor, *dims: int, fill: float = 0) -> tf.Tensor:
+        """Return a tensor `(chunks, tokens of a chunk, *dims)` of a tensor `(..., *dims)`, filled up with `fill`."""
         flat = tf.reshape(tensor, (self.tokens, *dims))
         missing = self.count * self.size - self.tokens
         if missing:
-            flat = tf.concat([flat, tf.zeros((missing, *dims), flat.dtype)], 0)
+            flat = tf.concat([flat, tf.fill((missing, *dims), tf.cast(fill, flat.dtype))], 0)
         return tf.reshape(flat, (self.count, self.size, *dims))
 
     def joined(self, tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
@@ -416,14 +416,16 @@ class _Device:
     is_sparse: bool
     dtype: tf.DType
 
-    def _given(self, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
-        """Return the chunks of the hidden states, the weights, and the chunks of what follows."""
-        weights, width = len(self.head.weights.tensors), tensors[0].shape[-1]
-        hidden = self.chunks.split(tensors[0], width)
-        others = tensors[1 + weights :]
-        dims = [() if self.is_sparse or n else (self.head.local_classes,) for n in range(len(others))]
-        rest = [self.chunks.split(each, *dim) for each, dim in zip(others, dims, strict=True)]
-        return hidden, list(tensors[1 : 1 + weights]), rest
+    def _given(
+        self, tensors: Sequence[tf.Tensor]
+    ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
+        """Return the chunks of the hidden states, the weights, the chunks of the labels, and what follows."""
+        first, weights, width = tensors[0], len(self.head.weights.tensors), tensors[0].shape[-1]
+        labels = (2 if self.head.axis is not None else 1) if self.is_sparse else 1
+        dims = () if self.is_sparse else (self.head.local_classes,)
+        given, rest = tensors[1 + weights :][:labels], tensors[1 + weights + labels :]
+        split = [self.chunks.split(each, *dims) for each in given]
+        return self.chunks.split(first, width), list(tensors[1 : 1 + weights]), split, list(rest)
 
     def _logits(self, hidden: tf.Tensor, weights: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Return the logits of a chunk, and the tanh of the soft cap."""
@@ -465,7 +467,7 @@ class _Device:
 
     def forward(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Return the numbers of `_Statistics`, each with the local shape of tokens."""
-        hidden, weights, labels = self._given(tensors)
+        hidden, weights, labels, _ = self._given(tensors)
 
         def body(number: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
             logits, _ = self._logits(tf.gather(hidden, number), weights)
@@ -482,7 +484,8 @@ class _Device:
 
     def above(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Return how many local classes score above the label's class. The last argument is the label's logit."""
-        hidden, weights, (*_, at_label) = self._given(tensors)
+        hidden, weights, _, (at_label,) = self._given(tensors)
+        at_label = self.chunks.split(at_label)
 
         def body(number: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
             logits, _ = self._logits(tf.gather(hidden, number), weights)
@@ -497,16 +500,18 @@ class _Device:
 
         The last three arguments are `most` and `total`, and the gradient of the loss of each token.
         """
-        hidden, weights, rest = self._given(tensors)
-        *labels, most, total, upstream = rest
+        hidden, weights, labels, (most, total, upstream) = self._given(tensors)
+        # The tokens that fill up the last chunk have shares of zero, also if their logits are large.
+        most = self.chunks.split(most, fill=self.dtype.max)
+        factor, upstream = self.chunks.split(upstream / total), self.chunks.split(upstream)
         transposed, cap = self.head.weights.transposed, self.head.weights.soft_cap
         exact = tf.float64 if self.dtype == tf.float64 else tf.float32
 
         def body(number: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
             its = tf.gather(hidden, number)
             logits, tanh = self._logits(its, weights)
-            most_, total_, up = (tf.gather(each, number) for each in (most, total, upstream))
-            shares = tf.exp(logits - most_[:, None]) * (up / total_)[:, None]
+            up = tf.gather(upstream, number)
+            shares = tf.exp(logits - tf.gather(most, number)[:, None]) * tf.gather(factor, number)[:, None]
             given = [tf.gather(each, number) for each in labels]
             if self.is_sparse:
                 amounts = -up if len(given) == 1 else -up * given[1]
@@ -572,16 +577,38 @@ def _summed(tensor: tf.Tensor, axis: str | None, axes: Axes, mesh: dtensor.Mesh)
 # --- losses ------------------------------------------------------------------------------------------
 
 
-def head_of(tensor: Any) -> Head | None:
-    """Return the head whose logits a tensor is, perhaps cast to a larger dtype or reshaped."""
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Logits:
+    """Logits of a head, perhaps cast to a larger dtype, reshaped, or set to zero at some tokens.
+
+    Attributes:
+        head: The head.
+        kept: False for tokens whose logits are zero, `(...)`; None if no logits were set to zero. Keras does that for
+            labels of `ignore_class`.
+    """
+
+    head: Head
+    kept: tf.Tensor | None = None
+
+
+def _logits_of(tensor: Any) -> _Logits | None:
+    """Return which logits a tensor is; None if it is something else."""
     step = steps.current()
     if step is None or not step.heads or not isinstance(tensor, tf.Tensor) or steps.here() is not step.graph:
         return None
+    kept: tf.Tensor | None = None
     while True:
         head = step.heads.get(tensor.ref())
         if head is not None:
-            return head  # type: ignore[no-any-return]
+            return _Logits(head=head, kept=kept)
         operation = tensor.op
+        if operation.type == "Mul" and kept is None:
+            found = [(n, _mask_of(operation.inputs[1 - n], tensor)) for n in range(2)]
+            place, kept = next((each for each in found if each[1] is not None), (0, None))
+            if kept is None:
+                return None
+            tensor = operation.inputs[place]
+            continue
         if operation.type not in ("Cast", "EnsureShape", "Identity", "IdentityN", "Relayout", "Reshape"):
             return None
         before = operation.inputs[tensor.value_index if operation.type == "IdentityN" else 0]
@@ -590,6 +617,15 @@ def head_of(tensor: Any) -> Head | None:
         if before.shape.rank is None or not before.shape.rank or before.shape[-1] != tensor.shape[-1]:
             return None
         tensor = before
+
+
+def _mask_of(tensor: tf.Tensor, logits: tf.Tensor) -> tf.Tensor | None:
+    """Return the mask `(...)` of which a factor `(..., 1)` of logits is made; None if it is made of something else."""
+    if tensor.shape.rank is None or tuple(tensor.shape) != (*logits.shape[:-1], 1):
+        return None
+    while tensor.op.type in ("Cast", "ExpandDims", "Identity", "Relayout", "Reshape") and tensor.dtype != tf.bool:
+        tensor = tensor.op.inputs[0]
+    return tf.reshape(tensor, logits.shape[:-1]) if tensor.dtype == tf.bool else None
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -703,9 +739,10 @@ def cross_entropy(labels: Any, logits: Any, *, is_sparse: bool) -> tf.Tensor | N
     Returns:
         `(...)`, in the dtype of the logits.
     """
-    head = head_of(logits)
-    if head is None:
+    its = _logits_of(logits)
+    if its is None or (its.kept is not None and not is_sparse):
         return None
+    head, kept = its.head, its.kept
     if not head.hidden.shape.is_fully_defined():
         head.call.note(head, None, "the size of the batch is not known while the step is traced")
         return None
@@ -721,11 +758,21 @@ def cross_entropy(labels: Any, logits: Any, *, is_sparse: bool) -> tf.Tensor | N
 
     def loss(*_: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], list[tf.Tensor]]]:
         its = _Pass.of(head, labels, logits.dtype, is_sparse=is_sparse)
-        found = its.statistics
+        found, tokens = its.statistics, head.hidden.shape[:-1]
+        mask = None if kept is None else tf.reshape(kept, tokens)
         with _private.stop_recording():
             value = tf.math.log(found.total) + found.most
             value = (value if its.shares is None else value * its.shares) - found.at_label
-        return value, lambda upstream: _unrecorded(its.gradients, upstream, head)
+            if mask is not None:
+                # Logits of zero.
+                value = tf.where(mask, value, tf.cast(math.log(head.classes), value.dtype))
+
+        def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
+            if mask is not None:
+                upstream = tf.where(mask, upstream, tf.zeros_like(upstream))
+            return _unrecorded(its.gradients, upstream, head)
+
+        return value, gradient
 
     with tf.name_scope("chunked_cross_entropy"):
         made: tf.Tensor = tf.custom_gradient(loss)(head.hidden, *head.weights.tensors)
@@ -762,8 +809,8 @@ def _unrecorded(
 
 def is_used(scores: Any) -> bool:
     """Return whether scores are the output of a head of which a cross entropy was computed by chunks."""
-    head = head_of(_private.keras_logits(scores))
-    return head is not None and head.is_used
+    its = _logits_of(_private.keras_logits(scores))
+    return its is not None and its.kept is None and its.head.is_used
 
 
 def is_best(labels: tf.Tensor, scores: tf.Tensor) -> tf.Tensor:
@@ -791,9 +838,9 @@ def is_among_best(labels: tf.Tensor, scores: tf.Tensor, k: int) -> tf.Tensor:
 
 
 def _used_head(scores: tf.Tensor) -> Head:
-    head = head_of(_private.keras_logits(scores))
-    assert head is not None, "The caller asks is_used."
-    return head
+    its = _logits_of(_private.keras_logits(scores))
+    assert its is not None, "The caller asks is_used."
+    return its.head
 
 
 def _shaped(tensor: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
