@@ -48,7 +48,10 @@ from tfshard.storage.variables import ShardedVariable
 
 # "auto" takes chunks if the logits of a device take this much, and this many times the bytes of its kernel.
 LEAST_BYTES = 64 << 20
-LEAST_KERNELS = 2
+LEAST_KERNELS = 4
+# The tokens of a chunk of "auto": this share of the width, so that its logits take that share of the kernel.
+CHUNK_OF_WIDTH = 1 / 2
+LEAST_CHUNK = 64
 
 _NEEDED = (
     "The last layer must be a keras.layers.Dense without LoRA or quantization, with activation None or 'softmax', or a "
@@ -304,9 +307,11 @@ class Head:
         return [(*self.token_layout, None), *self.weights.layouts]
 
     def chunks(self) -> "_Chunks":
-        """Return the chunks of a device. By default a chunk has as many logits as the kernel has elements."""
+        """Return the chunks of a device."""
         chunk = self.call.option.chunk
-        return _Chunks.of(self.local_tokens, int(self.hidden.shape[-1]) if chunk == AUTO_CHUNKS else int(chunk))
+        if chunk == AUTO_CHUNKS:
+            chunk = max(int(CHUNK_OF_WIDTH * self.hidden.shape[-1]), LEAST_CHUNK)
+        return _Chunks.of(self.local_tokens, int(chunk))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -602,12 +607,11 @@ def _logits_of(tensor: Any) -> _Logits | None:
         if head is not None:
             return _Logits(head=head, kept=kept)
         operation = tensor.op
-        if operation.type == "Mul" and kept is None:
-            found = [(n, _mask_of(operation.inputs[1 - n], tensor)) for n in range(2)]
-            place, kept = next((each for each in found if each[1] is not None), (0, None))
+        if operation.type == "SelectV2" and kept is None:
+            kept = _mask_of(operation, tensor)
             if kept is None:
                 return None
-            tensor = operation.inputs[place]
+            tensor = operation.inputs[1]
             continue
         if operation.type not in ("Cast", "EnsureShape", "Identity", "IdentityN", "Relayout", "Reshape"):
             return None
@@ -619,13 +623,14 @@ def _logits_of(tensor: Any) -> _Logits | None:
         tensor = before
 
 
-def _mask_of(tensor: tf.Tensor, logits: tf.Tensor) -> tf.Tensor | None:
-    """Return the mask `(...)` of which a factor `(..., 1)` of logits is made; None if it is made of something else."""
-    if tensor.shape.rank is None or tuple(tensor.shape) != (*logits.shape[:-1], 1):
+def _mask_of(operation: tf.Operation, logits: tf.Tensor) -> tf.Tensor | None:
+    """Return the mask `(...)` of a `tf.where(mask[..., None], logits, 0)`; None for another choice."""
+    condition, chosen, other = operation.inputs
+    zero = tf.get_static_value(other)
+    is_zero = zero is not None and not zero.any()
+    if not is_zero or chosen.shape != logits.shape or tuple(condition.shape) != (*logits.shape[:-1], 1):
         return None
-    while tensor.op.type in ("Cast", "ExpandDims", "Identity", "Relayout", "Reshape") and tensor.dtype != tf.bool:
-        tensor = tensor.op.inputs[0]
-    return tf.reshape(tensor, logits.shape[:-1]) if tensor.dtype == tf.bool else None
+    return tf.squeeze(condition, -1)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
