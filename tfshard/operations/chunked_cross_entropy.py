@@ -28,7 +28,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -37,7 +37,6 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import batching, expansions, local_shards, transfer
 from tfshard.errors import StrategyError, UnsupportedOperationError
-from tfshard.graph import inventory
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.config import AUTO_CHUNKS, ChunkedCrossEntropy
 from tfshard.layouts.variable_layout import Axes
@@ -121,13 +120,14 @@ class HeadCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step, layer = steps.current(), self._layer()
-        if layer is None or step is None or step.graph is None or steps.here() is not step.graph:
+        graph = None if step is None else step.graph
+        if layer is None or step is None or graph is None or steps.here() is not graph:
             return self._call(*args, **kwargs)
         weights = _weights_of(layer, args, kwargs)
         if weights is None:
             return self._call(*args, **kwargs)
         inputs = args[0] if args else kwargs["inputs"]
-        before = len(step.graph.get_operations())
+        before = len(graph.get_operations())
         result = self._call(*args, **kwargs)
         logits = _private.keras_logits(result)
         head = Head(
@@ -137,7 +137,7 @@ class HeadCall:
             hidden=tf.cast(inputs, logits.dtype),
             weights=weights,
             logits=logits,
-            operations=step.graph.get_operations()[before:],
+            operations=graph.get_operations()[before:],
         )
         step.heads[logits.ref()] = head
         return result
@@ -211,8 +211,9 @@ def _weights_of(layer: keras.Layer, args: Sequence[Any], kwargs: dict[str, Any])
 
 def _compute_layout(variable: keras.Variable) -> Axes | None:
     current = _private.backend_variable(variable)
-    is_plain = isinstance(current, ShardedVariable) and current.layout.kind is None
-    return current.layout.compute if is_plain else None
+    if not isinstance(current, ShardedVariable) or current.layout.kind is not None:
+        return None
+    return current.layout.compute
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -268,7 +269,7 @@ class Head:
     @property
     def local_tokens(self) -> int:
         shares = 1 if self.data is None else axis_sizes(self.mesh).data_size
-        return math.prod(self.hidden.shape[:-1]) // shares
+        return int(math.prod(self.hidden.shape[:-1])) // shares
 
     @property
     def local_classes(self) -> int:
@@ -453,16 +454,29 @@ class _Device:
         return found if len(labels) == 1 else found * labels[1]
 
     def _loop(
-        self, body: Callable[[tf.Tensor], tuple[list[tf.Tensor], list[tf.Tensor]]], kept: list[tuple[tf.DType, tuple[int, ...]]], sums: Any
+        self,
+        body: Callable[[tf.Tensor], tuple[list[tf.Tensor], list[tf.Tensor]]],
+        kept: Sequence[tuple[tf.DType, tuple[int, ...]]],
+        sums: Sequence[tf.Tensor],
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Run a function of the number of a chunk. Returns its first results stacked, and its second ones summed."""
+        """Run a function of the number of a chunk.
+
+        Args:
+            body: Returns tensors to stack and tensors to sum.
+            kept: The dtype and shape of each tensor to stack.
+            sums: Zeros for each sum.
+
+        Returns:
+            The stacks and the sums.
+        """
         count = self.chunks.count
         arrays = [tf.TensorArray(dtype, count, element_shape=shape) for dtype, shape in kept]
 
         def loop(number: tf.Tensor, arrays: Any, sums: Any) -> Any:
             written, terms = body(number)
             arrays = [array.write(number, each) for array, each in zip(arrays, written, strict=True)]
-            return number + 1, arrays, [total + tf.cast(each, total.dtype) for total, each in zip(sums, terms, strict=True)]
+            sums = [total + tf.cast(each, total.dtype) for total, each in zip(sums, terms, strict=True)]
+            return number + 1, arrays, sums
 
         _, arrays, sums = tf.while_loop(
             lambda number, *_: number < count, loop, (tf.constant(0), arrays, list(sums)), parallel_iterations=1,
@@ -789,9 +803,7 @@ def _has_gradient(labels: tf.Tensor) -> bool:
     return any(each.type == "ReadVariableOp" for each in graph_edits.ancestors([labels]))
 
 
-def _unrecorded(
-    function: Callable[[tf.Tensor], list[tf.Tensor]], upstream: tf.Tensor, head: Head
-) -> list[tf.Tensor]:
+def _unrecorded(function: Callable[[tf.Tensor], list[tf.Tensor]], upstream: tf.Tensor, head: Head) -> list[tf.Tensor]:
     """Return gradients that have no gradient themselves."""
     if not _private.could_record():
         return function(upstream)
@@ -883,10 +895,11 @@ def expected(model: keras.Model, kind: str, option: ChunkedCrossEntropy | None) 
 
 
 def _unmet(model: str, kind: str, reason: str) -> StrategyError:
-    return StrategyError(
+    message = (
         f"The {kind} of model '{model}' cannot compute its cross entropy by chunks: {reason}. {_NEEDED}. Otherwise "
         "give chunked_cross_entropy='auto', with which such a model computes whole logits."
     )
+    return StrategyError(message)
 
 
 def settle(results: Any) -> None:

@@ -28,7 +28,15 @@ from tfshard.errors import MeshError, StrategyError, warn
 from tfshard.graph import auto_layout, model_specs
 from tfshard.layouts import gradient_reduction, planner, variable_kind
 from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
-from tfshard.layouts.config import ChunkedCrossEntropy, Microbatches, Offload, Precision, ReshardPolicy, ShardingConfig, ZeroStage
+from tfshard.layouts.config import (
+    ChunkedCrossEntropy,
+    Microbatches,
+    Offload,
+    Precision,
+    ReshardPolicy,
+    ShardingConfig,
+    ZeroStage,
+)
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement

@@ -3,15 +3,15 @@
     python tools/bench/logits.py --sequences=512,2048,8192
 
 Each way runs in a separate process: plain Keras on one device, stage 3 on two devices, and stage 3 on two devices with
-`chunked_cross_entropy="auto"`. The blocks of a GPT-2 of width 256 are few, because only the part of the logits is
-compared; `strategy.recompute` and a short context of attention do not help the logits. The columns are:
+`chunked_cross_entropy="auto"`. The blocks are few, because only the part of the logits is compared. With `--noattention`
+they have no attention, whose memory grows with the square of the sequence. The columns are:
 
-- *resident*: the peak resident memory of the process over two steps, and above the memory after compilation of the
-  model (`VmHWM` less `RssAnon` before the first step).
+- *resident*: the peak resident memory of the process over two steps.
+- *above start*: the same, less the resident memory before the first step.
 - *logits*: the bytes of the logits of the batch in float32, once.
-- *loss*: the loss of the first step.
+- *loss*, *then*: the losses of the two steps.
 
-A way that needs more memory than `--limit` gibibytes by the size of its logits is left out.
+A way with whole logits is left out if they take more than half of `--limit` gibibytes.
 """
 
 import json
@@ -28,7 +28,7 @@ _SAMPLES = flags.DEFINE_integer("samples", 4, "Samples of a batch.")
 _DEVICES = flags.DEFINE_integer("devices", 2, "Devices of the sharded ways.")
 _ATTENTION = flags.DEFINE_bool("attention", True, "False to leave attention out, whose memory grows with the square.")
 _CHUNK = flags.DEFINE_string("chunk", "auto", "Tokens of a chunk, or 'auto'.")
-_LIMIT = flags.DEFINE_float("limit", 8.0, "Gibibytes that twice the logits of a way with whole logits may take.")
+_LIMIT = flags.DEFINE_float("limit", 8.0, "Gibibytes that twice the whole logits may take.")
 WAYS = ["one device", "stage 3", "stage 3 chunked"]
 _WAYS = flags.DEFINE_list("ways", WAYS, "Ways to measure.")
 _WAY = flags.DEFINE_string("way", None, "Measure this way and sequence (JSON) in this process, and print JSON.")
@@ -85,7 +85,8 @@ def main(argv):
     if _WAY.value:
         print(json.dumps(measure(**json.loads(_WAY.value))))
         return
-    print(f"{'sequence':>8} {'way':>16} {'logits, MiB':>12} {'resident, MiB':>14} {'above start':>12} {'loss':>10} {'then':>10}")
+    heads = f"{'logits, MiB':>12} {'resident, MiB':>14} {'above start':>12} {'loss':>10} {'then':>10}"
+    print(f"{'sequence':>8} {'way':>16} {heads}")
     for sequence in map(int, _SEQUENCES.value):
         logits = 4 * _SAMPLES.value * sequence * _VOCABULARY.value
         for way in _WAYS.value:
