@@ -28,7 +28,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -120,7 +120,7 @@ class HeadCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step, layer = steps.current(), self._layer()
-        graph = None if step is None else step.graph
+        graph: Any = None if step is None else step.graph
         if layer is None or step is None or graph is None or steps.here() is not graph:
             return self._call(*args, **kwargs)
         weights = _weights_of(layer, args, kwargs)
@@ -482,7 +482,7 @@ class _Device:
             lambda number, *_: number < count, loop, (tf.constant(0), arrays, list(sums)), parallel_iterations=1,
             maximum_iterations=count,
         )  # fmt: skip
-        return [array.stack() for array in arrays], sums
+        return [array.stack() for array in arrays], list(sums)
 
     def forward(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Return the numbers of `_Statistics`, each with the local shape of tokens."""
@@ -888,18 +888,17 @@ def expected(model: keras.Model, kind: str, option: ChunkedCrossEntropy | None) 
     _expected.of = (model.name, kind) if is_strict else None
     try:
         if is_strict and model.run_eagerly:
-            raise _unmet(model.name, kind, "the model was compiled with run_eagerly=True")
+            _refuse(model.name, kind, "the model was compiled with run_eagerly=True")
         yield
     finally:
         _expected.of = outer
 
 
-def _unmet(model: str, kind: str, reason: str) -> StrategyError:
-    message = (
+def _refuse(model: str, kind: str, reason: str) -> NoReturn:
+    raise StrategyError(
         f"The {kind} of model '{model}' cannot compute its cross entropy by chunks: {reason}. {_NEEDED}. Otherwise "
         "give chunked_cross_entropy='auto', with which such a model computes whole logits."
     )
-    return StrategyError(message)
 
 
 def settle(results: Any) -> None:
@@ -918,7 +917,7 @@ def settle(results: Any) -> None:
     heads: list[Head] = [head for head in step.heads.values() if head.is_used]
     if _expected.of is not None and not heads:
         reasons = [head.call.last.reason for head in step.heads.values() if head.call.last is not None]
-        raise _unmet(*_expected.of, next(filter(None, reasons), "it has none, or not of the output of a last layer"))
+        _refuse(*_expected.of, next(filter(None, reasons), "it has none, or not of the output of a last layer"))
     kept = {each.ref() for each in tf.nest.flatten(results) if isinstance(each, tf.Tensor)}
     kept |= {each.ref() for storage in step.writes.storages for each in step.tensors_of(storage)}
     for head in heads:
@@ -929,7 +928,7 @@ def settle(results: Any) -> None:
             continue
         head.call.note(head, head.chunks(), "")
         if _expected.of is not None:
-            raise _unmet(*_expected.of, f"the step uses the output of layer '{head.path}' {user}")
+            _refuse(*_expected.of, f"the step uses the output of layer '{head.path}' {user}")
         last = head.call.last
         assert last is not None
         head.call.last = dataclasses.replace(last, reason=f"the step uses them {user}")

@@ -2,9 +2,9 @@
 
     python tools/bench/logits.py --sequences=512,2048,8192
 
-Each way runs in a separate process: plain Keras on one device, stage 3 on two devices, and stage 3 on two devices with
-`chunked_cross_entropy="auto"`. The blocks are few, because only the part of the logits is compared. With `--noattention`
-they have no attention, whose memory grows with the square of the sequence. The columns are:
+Each way runs in a separate process: plain Keras on one device, stage 3 on two devices, and the same with
+`chunked_cross_entropy="auto"`. The blocks are few, because only the part of the logits is compared. With
+`--noattention` they have no attention, whose memory grows with the square of the sequence. The columns are:
 
 - *resident*: the peak resident memory of the process over two steps.
 - *above start*: the same, less the resident memory before the first step.
