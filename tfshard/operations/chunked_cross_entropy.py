@@ -120,13 +120,13 @@ class HeadCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step, layer = steps.current(), self._layer()
-        graph: Any = None if step is None else step.graph
-        if layer is None or step is None or graph is None or steps.here() is not graph:
+        if layer is None or step is None or step.graph is None or steps.here() is not step.graph:
             return self._call(*args, **kwargs)
         weights = _weights_of(layer, args, kwargs)
         if weights is None:
             return self._call(*args, **kwargs)
         inputs = args[0] if args else kwargs["inputs"]
+        graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         result = self._call(*args, **kwargs)
         logits = _private.keras_logits(result)
