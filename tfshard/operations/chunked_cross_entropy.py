@@ -349,7 +349,7 @@ class _Chunks:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Statistics:
+class _NumbersOfTokens:
     """Numbers of the logits of each token, in the layout of tokens.
 
     Attributes:
@@ -369,7 +369,7 @@ class _Statistics:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Labels:
+class _LabelsOfTokens:
     """The labels of a step, in layouts for the devices.
 
     Attributes:
@@ -384,16 +384,16 @@ class _Labels:
     is_sparse: bool
 
 
-def _labels_of(labels: tf.Tensor, head: Head, *, is_sparse: bool, dtype: tf.DType) -> _Labels:
+def _labels_of(labels: tf.Tensor, head: Head, *, is_sparse: bool, dtype: tf.DType) -> _LabelsOfTokens:
     tokens = tuple(head.hidden.shape[:-1])
     if not is_sparse:
         given = tf.cast(tf.reshape(labels, (*tokens, head.classes)), dtype)
-        return _Labels(tensors=[given], layouts=[(*head.token_layout, head.axis)], is_sparse=False)
+        return _LabelsOfTokens(tensors=[given], layouts=[(*head.token_layout, head.axis)], is_sparse=False)
     labels = tf.cast(labels, tf.int32)
     if tuple(labels.shape) != tokens:
         labels = tf.reshape(labels, tokens)
     if head.axis is None:
-        return _Labels(tensors=[labels], layouts=[head.token_layout], is_sparse=True)
+        return _LabelsOfTokens(tensors=[labels], layouts=[head.token_layout], is_sparse=True)
     # A dim for the devices that share the classes.
     layout = (head.axis, *head.token_layout)
     first = transfer.relayout(head.local_classes * tf.range(head.devices, dtype=tf.int32), (head.axis,), head.mesh)
@@ -403,7 +403,7 @@ def _labels_of(labels: tf.Tensor, head: Head, *, is_sparse: bool, dtype: tf.DTyp
     has = transfer.relayout((labels >= first) & (labels < first + head.local_classes), layout, head.mesh)
     # A label that is no class stays unchanged: the step fails and names it.
     places = transfer.relayout(tf.where(has, labels - first, tf.where(is_known, 0, labels)), layout, head.mesh)
-    return _Labels(tensors=[places, tf.cast(has, dtype)], layouts=[layout, layout], is_sparse=True)
+    return _LabelsOfTokens(tensors=[places, tf.cast(has, dtype)], layouts=[layout, layout], is_sparse=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -485,7 +485,7 @@ class _Device:
         return [array.stack() for array in arrays], list(sums)
 
     def forward(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        """Return the numbers of `_Statistics`, each with the local shape of tokens."""
+        """Return the numbers of `_NumbersOfTokens`, each with the local shape of tokens."""
         hidden, weights, labels, _ = self._given(tensors)
 
         def body(number: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -687,19 +687,19 @@ class _Pass:
         )
 
     @functools.cached_property
-    def statistics(self) -> "_Statistics":
+    def statistics(self) -> "_NumbersOfTokens":
         """The statistics of the logits of all classes."""
         head, mesh = self.head, self.head.mesh
         with _private.stop_recording():
             local = _called(self.device.forward, [*head.entered, *self.places])
             if head.axis is None:
                 most, total, at_label, best = (_left(each, head.token_layout, mesh) for each in local)
-                return _Statistics(most=most, total=total, at_label=at_label, best=best)
+                return _NumbersOfTokens(most=most, total=total, at_label=at_label, best=best)
             mosts, totals, at_labels, bests = (_by_device(each, head) for each in local)
             most = tf.reduce_max(mosts, 0)
             firsts = head.local_classes * tf.range(head.devices, dtype=tf.int32)
             firsts = tf.reshape(firsts, (-1, *[1] * len(head.token_layout)))
-            return _Statistics(
+            return _NumbersOfTokens(
                 most=most,
                 total=tf.reduce_sum(totals * tf.exp(mosts - most), 0),
                 at_label=tf.reduce_sum(at_labels, 0),
