@@ -814,11 +814,11 @@ def _unrecorded(function: Callable[[tf.Tensor], list[tf.Tensor]], upstream: tf.T
             "chunked_cross_entropy out."
         )
 
-    def made(upstream: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+    def made(upstream: tf.Tensor, *_: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
         with _private.stop_recording():
             return function(upstream), refuse
 
-    return list(tf.custom_gradient(made)(upstream))
+    return list(tf.custom_gradient(made)(upstream, head.hidden, *head.weights.tensors))
 
 
 # --- metrics -----------------------------------------------------------------------------------------
