@@ -87,6 +87,11 @@ def track_loss(model: keras.Model, loss: tf.Tensor, samples: tf.Tensor) -> None:
     model._loss_tracker.update_state(_loss.unscale_loss_for_distribution(loss), sample_weight=samples)
 
 
+def keras_logits(output: Any) -> Any:
+    """Return the logits of the output of a softmax activation (`_keras_logits`); other tensors as they are."""
+    return getattr(output, "_keras_logits", output)
+
+
 def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
     """Return the mask that Keras attached to a tensor (`masking.get_keras_mask`)."""
     return _masking.get_keras_mask(tensor)

@@ -243,6 +243,37 @@ class AttentionChoice(enum.Enum):
         return found
 
 
+AUTO_CHUNKS = "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkedCrossEntropy:
+    """How a step computes the cross entropy of a model's last projection by chunks of tokens.
+
+    Attributes:
+        chunk: The tokens of a chunk; `"auto"` to choose them, and to use chunks only where they save memory.
+    """
+
+    chunk: int | str
+
+    @classmethod
+    def from_option(cls, chunked: int | str | None) -> "ChunkedCrossEntropy | None":
+        """Check and pack a user's option.
+
+        Raises:
+            StrategyError: `chunked` is not None, `"auto"` or a number of tokens of 1 or more.
+        """
+        if chunked is None:
+            return None
+        is_number = isinstance(chunked, int) and not isinstance(chunked, bool) and chunked >= 1
+        if not is_number and not (isinstance(chunked, str) and chunked == AUTO_CHUNKS):
+            raise StrategyError(
+                "chunked_cross_entropy must be None, 'auto', or the tokens of a chunk: an integer, 1 or more. "
+                f"Received: chunked_cross_entropy={chunked!r}"
+            )
+        return cls(chunk=chunked)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
     """Every setting of a strategy except its mesh.
@@ -262,6 +293,8 @@ class ShardingConfig:
         reduction: How devices reduce some gradients, in place of DTensor's reductions. Users call it `compression`.
         attention: How attention is computed.
         kinds: The kinds of variables that no step reads in full, each with the user's settings for the kind.
+        chunked_cross_entropy: How a step computes the cross entropy of a model's last projection by chunks of tokens;
+            None to compute it from whole logits.
 
     Example:
 
@@ -282,6 +315,7 @@ class ShardingConfig:
     reduction: GradientReduction | None = None
     attention: AttentionChoice = AttentionChoice.AUTO
     kinds: tuple[VariableKind, ...] = ()
+    chunked_cross_entropy: ChunkedCrossEntropy | None = None
 
     def __post_init__(self) -> None:
         if self.analyzer is not None and not isinstance(self.analyzer, GroupPolicy):
@@ -324,6 +358,8 @@ class ShardingConfig:
                 found |= {
                     f"{field.name}.{part.name}": _plain(getattr(value, part.name)) for part in dataclasses.fields(value)
                 }
+            elif isinstance(value, ChunkedCrossEntropy):
+                found[field.name] = value.chunk
             elif field.name == "reduction":
                 found[OPTION_NAME] = _plain(None if self.reduction is None else self.reduction.option)
             elif field.name != "kinds":

@@ -122,6 +122,13 @@ COMPILED = Change(
     module="compiled_blocks",
     knows_mesh=True,
 )
+HEAD = Change(
+    of="Dense layers and reversible embeddings, with `chunked_cross_entropy`",
+    attribute="call",
+    why="records its input and weights, from which the loss computes logits by chunks of tokens",
+    module="chunked_cross_entropy",
+    knows_mesh=True,
+)
 REMAT = Change(
     of="layers that were made under a `keras.RematScope`",
     attribute="rematerialized_call",
@@ -160,7 +167,7 @@ RECORDED_GRADIENTS = Change(
 )
 CHANGES = [
     TABLE_READ, METRIC_UPDATE, OUTPUT_LOSS, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, ADAPTER, QUANTIZED_ADAPTER,
-    SEQUENCE, ATTENTION, COMPILED, BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS,
+    SEQUENCE, ATTENTION, COMPILED, HEAD, BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS,
     RECORDED_GRADIENTS,
 ]  # fmt: skip
 

@@ -21,6 +21,7 @@ from tfshard.operations import (
     activations,
     attention,
     batch_moments,
+    chunked_cross_entropy,
     cross_entropies,
     repeats,
     rows,
@@ -142,9 +143,29 @@ def _cross_entropy(
 ) -> tf.Tensor:
     step = steps.current()
     is_traced = step is not None and step.graph is not None and steps.here() is step.graph
+    if is_traced:
+        made = chunked_cross_entropy.cross_entropy(labels, logits, is_sparse=True)
+        if made is not None:
+            return made
     if not is_traced or mesh.device_type().upper() != "CPU":
         return original(labels=labels, logits=logits, name=name)
     return cross_entropies.sparse(mesh, vocabulary.sharded_axis, original, labels, logits, name)
+
+
+def _dense_cross_entropy(
+    mesh: dtensor.Mesh,
+    original: Callable[..., tf.Tensor],
+    labels: Any,
+    logits: Any,
+    axis: int = -1,
+    name: Any = None,
+) -> tf.Tensor:
+    del mesh
+    if axis in (-1, getattr(logits.shape, "rank", 0) - 1):
+        made = chunked_cross_entropy.cross_entropy(labels, logits, is_sparse=False)
+        if made is not None:
+            return made
+    return original(labels=labels, logits=logits, axis=axis, name=name)
 
 
 _VERSIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
@@ -154,5 +175,6 @@ _VERSIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (tf.nn, "batch_normalization", batch_moments.normalize),
     (tf.nn, "sparse_softmax_cross_entropy_with_logits", _cross_entropy),
     (_private.keras_backend.nn, "dot_product_attention", attention.dot_product_attention),
+    (tf.nn, "softmax_cross_entropy_with_logits", _dense_cross_entropy),
     *((tf.nn, name, functools.partial(_activation, version)) for name, version in activations.VERSIONS.items()),
 )  # fmt: skip

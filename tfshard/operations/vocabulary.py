@@ -18,7 +18,7 @@ from tfshard.devices import batching, transfer
 from tfshard.graph import dim_rules
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import layer_patch
+from tfshard.operations import chunked_cross_entropy, layer_patch
 from tfshard.storage import steps
 from tfshard.storage.variables import ShardedVariable
 
@@ -153,6 +153,9 @@ _Function = Callable[..., tf.Tensor]
 
 def _accuracy(y_true: Any, y_pred: Any, *, keras_function: _Function, sparse: bool, mesh: dtensor.Mesh) -> tf.Tensor:
     """1 where the label is the first of the highest scores: Keras's accuracy without an argmax."""
+    if chunked_cross_entropy.is_used(y_pred):
+        is_best = chunked_cross_entropy.is_best(_labels(y_true, y_pred, sparse=sparse), y_pred)
+        return tf.cast(is_best, keras.config.floatx())
     axis = sharded_axis(y_pred)
     if axis is None:
         return keras_function(y_true, y_pred)
@@ -173,6 +176,9 @@ def _top_k(
     **options: Any,
 ) -> tf.Tensor:
     """Return 1 for samples with fewer than k classes that score above the label's class: `tf.math.in_top_k`."""
+    if chunked_cross_entropy.is_used(y_pred) and not any(options.values()):
+        is_among_best = chunked_cross_entropy.is_among_best(_labels(y_true, y_pred, sparse=sparse), y_pred, k)
+        return tf.cast(is_among_best, keras.config.floatx())
     axis = sharded_axis(y_pred)
     if axis is None or any(options.values()):
         return keras_function(y_true, y_pred, k=k, **options)

@@ -142,6 +142,7 @@ class StepRecord:
         values: The new buffer of each written storage, as it will be stored.
         operations: The operations of the graph, in the order in which they should run; None before
             `recompute_blocks` adds copies.
+        unused: Operations whose results the step does not use. They are no uses of stored values.
         takers: For each storage, the inputs of operations that take the new value from the storage once it is written.
         token: The sum of the tokens, for the caller to use, if the step writes nothing.
     """
@@ -164,6 +165,7 @@ class StepRecord:
     updated: dict[Writable, tf.Tensor | None] = dataclasses.field(default_factory=dict)
     values: dict[Writable, tf.Tensor] = dataclasses.field(default_factory=dict)
     operations: list[tf.Operation] | None = None
+    unused: set[tf.Operation] = dataclasses.field(default_factory=set)
     takers: dict[Writable, list[OpInput]] = dataclasses.field(default_factory=dict)
     token: tf.Tensor | None = None
 

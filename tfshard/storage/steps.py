@@ -126,6 +126,7 @@ class Step:
         reduce_gradient: As in the arguments.
         batch: The shapes of the step's batch, and its microbatch.
         blocks: Records blocks of the forward pass.
+        heads: The last projections of models, by their logits (`operations.chunked_cross_entropy`).
         reads: The reads.
         writes: The writes.
     """
@@ -145,6 +146,7 @@ class Step:
         self.reduce_gradient = reduce_gradient
         self.batch = BatchShapes()
         self.blocks = BlockRecorder(graph, self.record.blocks)
+        self.heads: dict[Hashable, Any] = {}
         self.reads = ReadLog(graph)
         self.writes = WriteLog(graph, follows_steps=not self.is_microbatch)
 

@@ -159,6 +159,7 @@ def schedule_unshards(record: StepRecord, barrier: Barrier) -> None:
     if not gradients and not any(each.is_gathered for each in buffers.values()):
         return
     operations = record.operations or record.traced.get_operations()
+    operations = [each for each in operations if each not in record.unused] if record.unused else operations
     reads = [(buffers[read.storage], read.tensor) for read in record.reads]
     arrange(operations, reads, gradients.values(), record.reshard, barrier)
     for (storage, _), each in gradients.items():

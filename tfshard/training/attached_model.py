@@ -22,6 +22,7 @@ from tfshard.operations import (
     adapters,
     attention,
     blocks,
+    chunked_cross_entropy,
     compiled_blocks,
     compiled_updates,
     convolution,
@@ -341,6 +342,8 @@ class AttachedModel:
         blocks.install_remat(model)
         if self.strategy.config.sequence_parallel:
             sequence.install(model, mesh)
+        if self.strategy.config.chunked_cross_entropy is not None:
+            chunked_cross_entropy.install(model, mesh, self.strategy.config.chunked_cross_entropy)
         if self.compiles_blocks:
             compiled_blocks.install(model, mesh, warns=self.warns_of_blocks)
         else:

@@ -16,7 +16,7 @@ from tfshard.errors import NumericsWarning, StrategyError, warn
 from tfshard.graph import inventory
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import VariableSpec
-from tfshard.operations import assignments, compiled_updates, partial_sums, rewrites
+from tfshard.operations import assignments, chunked_cross_entropy, compiled_updates, partial_sums, rewrites
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.steps import ReduceGradient, current, is_outside, step_scope, update_scope
@@ -296,6 +296,7 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             )
             if parts is None:
                 result = fn(*args, **(kwargs or {}))
+                chunked_cross_entropy.settle(result)
             else:
                 result = parts.run(args, kwargs or {})
             if not _private.is_eager():

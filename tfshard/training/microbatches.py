@@ -29,7 +29,7 @@ from tfshard.devices.batching import Parts
 from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import loops, partial_sums
+from tfshard.operations import chunked_cross_entropy, loops, partial_sums
 from tfshard.storage import graph_edits, steps
 from tfshard.storage.microbatch import Microbatch
 from tfshard.storage.microbatch_step import MicrobatchStep, microbatch_scope
@@ -186,7 +186,9 @@ class MicrobatchedStep:
         """
         learned = self._learn((args, kwargs))
         if not learned.traced.updates:
-            return self.fn(*args, **kwargs)  # The function does not train.
+            result = self.fn(*args, **kwargs)  # The function does not train.
+            chunked_cross_entropy.settle(result)
+            return result
         for update in learned.traced.updates:
             if not update.optimizer.built:  # An unbuilt optimizer scales a loss by a constant.
                 update.optimizer.build(list(update.variables))
@@ -227,6 +229,7 @@ class MicrobatchedStep:
         with _private.applied_by(later, scale), _private.reduced_losses(change):
             args, kwargs = given
             structure = self.fn(*args, **kwargs)
+            chunked_cross_entropy.settle(structure)
         outputs = [self._replicated(each) for each in tf.nest.flatten(structure)]
         return _Traced(outputs=outputs, structure=structure, updates=updates)
 

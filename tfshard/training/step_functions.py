@@ -33,6 +33,7 @@ from tfshard.devices import batching, clients, process_lock, transfer
 from tfshard.errors import warn
 from tfshard.graph import inventory
 from tfshard.layouts.axes import axis_sizes
+from tfshard.operations import chunked_cross_entropy
 from tfshard.training import failures, output_losses, padding
 from tfshard.training.attached_model import TracedStorages, attached
 from tfshard.training.padding import BatchFamily
@@ -262,7 +263,8 @@ class StepFunctions:
     def _call(self, function: StepFunction, prepared: Prepared) -> Any:
         # Keras counts a batch of unknown size once.
         rows = _rows(prepared.argument) if prepared.counts_once and not prepared.is_open else None
-        with output_losses.counted_once(rows):
+        option = self._strategy.config.chunked_cross_entropy
+        with output_losses.counted_once(rows), chunked_cross_entropy.expected(self._model, self._kind, option):
             return function([prepared.argument])
 
     def _separate(self, batch: Any, counts_once: bool) -> Prepared:
@@ -311,6 +313,7 @@ class StepFunctions:
             or strategy.microbatches > 1
             or strategy.config.reduction is not None
             or strategy.config.kinds
+            or strategy.config.chunked_cross_entropy is not None
             or any(axes[axis] > 1 for axis in axes.tensor)
             or not all(padding.can_be_padded(leaf) for leaf in leaves)
         ):

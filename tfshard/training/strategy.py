@@ -30,6 +30,7 @@ from tfshard.layouts import gradient_reduction, planner, variable_kind
 from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
 from tfshard.layouts.config import (
     AttentionChoice,
+    ChunkedCrossEntropy,
     Microbatches,
     Offload,
     Precision,
@@ -112,6 +113,10 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             and keys with an online softmax, in memory that is linear in the sequence (Dao 2023, "FlashAttention-2").
             `"math"`: with a score for each pair of a query and a key, as in Keras. `"auto"`: in blocks from 1,024
             queries by 1,024 keys. What is not computed in blocks is in docs/attention.md.
+        chunked_cross_entropy: The tokens of a chunk in which each device computes the cross entropy of the model's last
+            projection and its gradient, from hidden states and kernel. No device then holds all its logits. `"auto"`
+            takes chunks only where a device's logits are large (docs/stages.md); `strategy.report` says what it chose.
+            By default the logits are whole.
 
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
@@ -153,6 +158,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         compression: Any = None,
         tables: VariableKind | str | Sequence[str] | None = None,
         attention: str = "auto",
+        chunked_cross_entropy: int | str | None = None,
     ):
         readiness.check_process()
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
@@ -176,6 +182,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             reduction=gradient_reduction.from_option(compression),
             attention=AttentionChoice.from_option(attention),
             kinds=variable_kind.from_options(tables=tables),
+            chunked_cross_entropy=ChunkedCrossEntropy.from_option(chunked_cross_entropy),
         )
         self._start(mesh, config)
 
@@ -188,6 +195,12 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
     def _start(self, mesh: dtensor.Mesh, config: ShardingConfig) -> None:
         """Check the settings on a mesh, agree on them with the other clients, and start what a step needs."""
         self.pipeline_axes = axis_sizes(mesh)
+        if self.pipeline_axes.pipeline is not None and config.chunked_cross_entropy is not None:
+            raise StrategyError(
+                "chunked_cross_entropy does not work with a pipeline axis: the last stage computes whole logits. Leave "
+                f"one of them out. Received: chunked_cross_entropy={config.chunked_cross_entropy.chunk!r}, "
+                f"mesh={self.pipeline_axes}"
+            )
         *others, mesh = rank_meshes(mesh)
         axes = axis_sizes(mesh)
         config.check_mesh(axes)
