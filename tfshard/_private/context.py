@@ -11,11 +11,17 @@ from tensorflow.experimental import dtensor
 from tensorflow.python.debug.lib import check_numerics_callback as _check_numerics_callback
 from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import ops as _ops
+from tensorflow.python.util import _pywrap_util_port
 
 
 def context_is_initialized() -> bool:
     """Return whether TensorFlow has fixed its devices (`context.context()._initialized`)."""
     return bool(_context.context()._initialized)
+
+
+def has_onednn() -> bool:
+    """Return whether CPU kernels use oneDNN: by default on CPUs with VNNI or AMX (`TF_ENABLE_ONEDNN_OPTS`)."""
+    return bool(_pywrap_util_port.IsMklEnabled())
 
 
 def devices_are_listed() -> bool:

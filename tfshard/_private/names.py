@@ -98,6 +98,7 @@ NAMES = (
         ),
         "python.debug.lib.check_numerics_callback": "_state",
         "python.framework.ops": "uid",
+        "python.util._pywrap_util_port": "IsMklEnabled",
     }),
     # functional
     *_all("keras", "3.10", {

@@ -1,8 +1,9 @@
 """The host memory allocators of a process, and when they return memory to the system.
 
-TensorFlow's CPU kernels use oneDNN's allocator, which keeps the memory that a step has freed. glibc also keeps freed
-blocks: each time a large block is freed, glibc raises the size from which it maps blocks one by one, up to 32 MiB. A
-process then holds about twice the memory that a step uses (benchmarks/LOG.md, "Memory of launched runs").
+With oneDNN, TensorFlow's CPU kernels use oneDNN's allocator, which keeps the memory that a step has freed. Without it,
+as on CPUs without VNNI or AMX, they use glibc's. glibc also keeps freed blocks: each time a large block is freed, glibc
+raises the size from which it maps blocks one by one, up to 32 MiB. A process then holds about twice the memory that a
+step uses (benchmarks/LOG.md, "Memory of launched runs").
 """
 
 import ctypes
@@ -26,7 +27,7 @@ _HUGE_PAGES = "glibc.malloc.hugetlb"
 
 
 def uses_system_allocator() -> bool:
-    """Return whether TensorFlow's CPU kernels use the system allocator. TensorFlow's traces do not record it."""
+    """Return whether the environment lets oneDNN use the system allocator. TensorFlow's traces do not record it."""
     return os.environ.get(_ONEDNN, "0").lower() in ("1", "true")
 
 

@@ -421,11 +421,11 @@ def assert_matches_plan(profile: StepProfile, plan: "ShardingPlan") -> None:
         StrategyError: The profile does not tell bytes, because the process uses the system's allocator on CPU.
         PlanMismatchError: The plan and the profile differ; the message shows both.
     """
-    if profile.device_type == "CPU" and allocators.uses_system_allocator():
+    if profile.device_type == "CPU" and (allocators.uses_system_allocator() or not _private.has_onednn()):
         raise StrategyError(
             "The profile does not contain bytes: TensorFlow's oneDNN allocator records them, and this process uses "
-            "the system's allocator. Unset TF_ONEDNN_USE_SYSTEM_ALLOCATOR before Python starts, and launch clients "
-            f"with --allocator=tensorflow. Received: {profile}"
+            "the system's allocator. Before Python starts, set TF_ENABLE_ONEDNN_OPTS=1 and unset "
+            f"TF_ONEDNN_USE_SYSTEM_ALLOCATOR. Launch clients with --allocator=tensorflow. Received: {profile}"
         )
     if profile.mesh != plan.mesh:
         raise PlanMismatchError(
