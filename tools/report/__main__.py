@@ -3,6 +3,7 @@
     tools/report.sh                    # the full report: hours
     tools/report.sh --quick            # ten minutes: two models, fewer ways
     tools/report.sh --models="gpt 5M,lstm" --rounds=3 --parts=time
+    tools/report.sh --models=bert --parts=time --only="one device, XLA" --only="stage 3 compiled"
     tools/report.sh --resume           # the remaining part of an interrupted report
     tools/report.sh --out=DIR --compare=docs/benchmarks/report.json    # repeat: DIR/repeated.md lists the differences
     git archive COMMIT tfshard | tar -x -C DIR    # then compare with an earlier commit:
@@ -32,6 +33,7 @@ from tools.report import models, resident, serving, writing
 _QUICK = flags.DEFINE_bool("quick", False, "Measure two models in one round.")
 _MODELS = flags.DEFINE_list("models", list(models.MODELS), "Models to measure.")
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "How many times to start each way.", lower_bound=1)
+_ONLY = flags.DEFINE_multi_enum("only", None, list(writing.WAYS), "Time only these ways. Repeat the flag.")
 _PARTS = flags.DEFINE_list("parts", ["time", "memory", "growth"], "Parts to measure.")
 _RESUME = flags.DEFINE_bool("resume", False, "Keep the results and failures in the report, and measure the rest.")
 _COMPARE = flags.DEFINE_string("compare", None, "The report.json of another day: compare with it, in repeated.md.")
@@ -231,7 +233,8 @@ def main(argv: list[str]) -> None:
 
 def _measure(report: dict[str, Any], names: list[str], rounds: int) -> Iterator[str]:
     if "time" in _PARTS.value:
-        yield from times(report, names, rounds, writing.QUICK_WAYS if _QUICK.value else writing.WAYS)
+        ways = writing.QUICK_WAYS if _QUICK.value else writing.WAYS
+        yield from times(report, names, rounds, tuple(_ONLY.value or ways))
     if "memory" in _PARTS.value:
         cases = {name: (models.MODELS[name], 4) for name in names}
         ways = writing.GROWING_WAYS if _QUICK.value else writing.MEMORY_WAYS

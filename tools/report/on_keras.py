@@ -29,6 +29,7 @@ _MAP_FILE = flags.DEFINE_string("map_file", None, "File of the layout map for Ke
 SHARDED: dict[str, tuple[dict[str, Any], Any]] = {
     **{f"stage {stage}": ({"zero_stage": stage}, lambda devices: {"batch": devices}) for stage in range(4)},
     "stage 3 alone": ({"zero_stage": 3, "analyzer": None}, lambda devices: {"batch": devices}),
+    **{f"stage {stage} compiled": ({"zero_stage": stage}, lambda devices: {"batch": devices}) for stage in (0, 3)},
     "tensor": ({"zero_stage": 0, "layout_map": "auto"}, lambda devices: {"model": devices}),
     "2-D": ({"zero_stage": 3, "layout_map": "auto"}, lambda devices: {"batch": devices // 2, "model": 2}),
     "pipeline": ({"zero_stage": 3}, lambda devices: {"pipeline": 2, "batch": devices // 2}),
@@ -47,7 +48,8 @@ def compiled(model: models.Model, way: str) -> Any:
         built = models.build(model)
         if way == "pipeline":
             built = tfshard.pipeline(built, 2, microbatches=MICROBATCHES)
-        options = {**models.options(), "jit_compile": way == "one device, XLA" or way.startswith("JAX")}
+        is_compiled = way == "one device, XLA" or way.endswith(" compiled") or way.startswith("JAX")
+        options = {**models.options(), "jit_compile": is_compiled}
         if way in SHARDED:
             tfshard.as_distributed(built)
             options["strategy"] = strategy

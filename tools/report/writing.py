@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 WAYS = (
     "one device", "one device, XLA", "one device, a quarter", "mirrored", "stage 0", "stage 1", "stage 2", "stage 3",
-    "stage 3 alone", "tensor", "2-D", "pipeline", "JAX, one device", "JAX, data", "JAX, tensor", "torch, one device",
-    "FSDP2",
+    "stage 3 alone", "stage 0 compiled", "stage 3 compiled", "tensor", "2-D", "pipeline", "JAX, one device",
+    "JAX, data", "JAX, tensor", "torch, one device", "FSDP2",
 )  # fmt: skip
 QUICK_WAYS = ("one device", "mirrored", "stage 0", "stage 3", "tensor", "JAX, tensor", "FSDP2")
 MEMORY_WAYS = ("mirrored", "stage 0", "stage 3", "JAX, data", "FSDP2")
