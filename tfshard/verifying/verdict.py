@@ -100,7 +100,7 @@ class Verification:
             VerificationError: The differences.
         """
         if not self.ok:
-            raise VerificationError(str(self))
+            raise VerificationError(str(self).lstrip())
         return self
 
     def table(self) -> rich.table.Table:
