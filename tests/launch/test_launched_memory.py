@@ -72,7 +72,9 @@ import ctypes, sys
 
 sys.path[:0] = [{root!r}, {tests!r}]
 import tfshard
-from launched_memory import BLOCK, BLOCKS, resident
+from launched_memory import BLOCKS, MIB, resident
+
+BLOCK = 8 * MIB
 
 tfshard.initialize(num_devices=1, device_type="CPU")
 library = ctypes.CDLL(None)

@@ -426,6 +426,14 @@ NOT_BY_SAMPLES = {
         lambda layer, x: x + layer.other.kernel[x.shape[0] or 0], "depends on the size of the batch"
     ),
     "side effects": (asserts, "has side effects|fails with the samples"),
+    "a custom gradient of the batch": (
+        lambda layer, x: tf.custom_gradient(lambda x: (tf.identity(x), lambda up: up / (1 + tf.norm(up))))(x),
+        "needs all of the sharded dim",
+    ),
+    "a custom gradient of the size of the batch": (
+        lambda layer, x: tf.custom_gradient(lambda x: (tf.identity(x), lambda up: up / (x.shape[0] or 8)))(x),
+        "depends on the size of the batch",
+    ),
     "a statistic": (counts, "needs all of the sharded dim|depends on the samples"),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ What cannot be computed in blocks is computed as before, and `strategy.report` s
 
 import dataclasses
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -107,11 +108,12 @@ class AttentionCall:
         outer, self.noted = getattr(_state, "call", None), False
         _state.call = self
         try:
-            return self._call(*args, **kwargs)
+            result = self._call(*args, **kwargs)
         finally:
             _state.call = outer
-            if not self.noted:
-                self.note(_NotInBlocksError(_why_not(layer, args, kwargs)))
+        if not self.noted:
+            self.note(_NotInBlocksError(_why_not(layer, args, kwargs)))
+        return result
 
     def note(self, error: _NotInBlocksError | None) -> None:
         """Note how the layer computed."""
@@ -228,6 +230,9 @@ def _computed_in_blocks(given: _Given, mesh: dtensor.Mesh) -> tf.Tensor:
     if given.mask is not None:
         shape = (query.shape[0], heads, query.shape[1], key.shape[1])
         mask, parts = block_masks.mask_of(_mask(given.mask, shape), shape)
+    if query.dtype == tf.float16:
+        # Products of queries and keys may be too large for float16 before they are scaled.
+        query, scale = query * tf.cast(scale, query.dtype), 1.0
     kind = Attention(
         scale=float(np.asarray(scale)),
         is_causal=given.is_causal,
@@ -282,13 +287,25 @@ def _on_mesh(
 def _origin(layer: keras.Layer) -> str:
     """Return the module and the class in which a layer's `_compute_attention` is written."""
     function = type(layer)._compute_attention
-    return f"{function.__module__.rpartition('.')[2]}.{function.__qualname__.partition('.')[0]}"
+    package, module = function.__module__.partition(".")[0], function.__module__.rpartition(".")[2]
+    name = f"{module}.{function.__qualname__.partition('.')[0]}"
+    return name if package in ("keras", "keras_hub") and not _has_helper_of_its_own(layer, function.__module__) else ""
+
+
+# Methods that attention layers of Keras and KerasHub call while they compute attention.
+_HELPERS = ("_masked_softmax", "_mask_sliding_window")
+
+
+def _has_helper_of_its_own(layer: keras.Layer, module: str) -> bool:
+    """Return whether a subclass of a layer computes a step of attention in a way of its own."""
+    helpers = [getattr(type(layer), name, None) for name in _HELPERS]
+    return any(getattr(each, "__module__", module) != module for each in helpers if each is not None)
 
 
 def _why_not(layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return why a layer did not call `keras.ops.dot_product_attention`."""
-    del args
-    if kwargs.get("return_attention_scores") or getattr(layer, "_return_attention_scores", False):
+    given = inspect.signature(type(layer)._compute_attention).bind_partial(layer, *args, **kwargs).arguments
+    if given.get("return_attention_scores") or getattr(layer, "_return_attention_scores", False):
         return "its attention scores are asked for"
     if _dropout(layer):
         return _DROPOUT
@@ -296,7 +313,12 @@ def _why_not(layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _dropout(layer: keras.Layer) -> float:
-    return float(getattr(layer, "_dropout", None) or getattr(layer, "dropout", None) or 0)
+    for name in ("_dropout", "dropout"):
+        given = getattr(layer, name, None)
+        given = getattr(given, "rate", given)  # Some layers have a Dropout layer there.
+        if isinstance(given, int | float) and given:
+            return float(given)
+    return 0.0
 
 
 def _keras(

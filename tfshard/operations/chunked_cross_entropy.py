@@ -40,7 +40,7 @@ from tfshard.errors import StrategyError, UnsupportedOperationError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.config import AUTO_CHUNKS, ChunkedCrossEntropy
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import layer_patch
+from tfshard.operations import layer_patch, programs
 from tfshard.operations.layer_patch import HEAD
 from tfshard.storage import graph_edits, steps
 from tfshard.storage.variables import ShardedVariable
@@ -493,7 +493,9 @@ class _Device:
             most = tf.reduce_max(logits, -1)
             at_label = self._at_labels(logits, [tf.gather(each, number) for each in labels])
             best = tf.argmax(logits, -1, output_type=tf.int32)
-            total = tf.reduce_sum(tf.exp(logits - most[:, None]), -1)
+            # If all local classes are at -inf, so is `most`.
+            shift = tf.where(tf.math.is_finite(most), most, tf.zeros_like(most))
+            total = tf.reduce_sum(tf.exp(logits - shift[:, None]), -1)
             return [most, total, at_label, best], []
 
         kept = [(self.dtype, (self.chunks.size,))] * 3 + [(tf.int32, (self.chunks.size,))]
@@ -629,6 +631,8 @@ def _logits_of(tensor: Any) -> _Logits | None:
             continue
         if operation.type not in ("Cast", "EnsureShape", "Identity", "IdentityN", "Relayout", "Reshape"):
             return None
+        if programs.has_custom_gradients([operation]):
+            return None  # The gradient of the logits is not the head's.
         before = operation.inputs[tensor.value_index if operation.type == "IdentityN" else 0]
         if not before.dtype.is_floating or before.dtype.size > tensor.dtype.size:
             return None
@@ -701,7 +705,7 @@ class _Pass:
             firsts = tf.reshape(firsts, (-1, *[1] * len(head.token_layout)))
             return _NumbersOfTokens(
                 most=most,
-                total=tf.reduce_sum(totals * tf.exp(mosts - most), 0),
+                total=tf.reduce_sum(tf.where(totals > 0, totals * tf.exp(mosts - most), 0), 0),
                 at_label=tf.reduce_sum(at_labels, 0),
                 # The first of the largest: the smallest class that reaches the maximum.
                 best=tf.reduce_min(tf.where(mosts == most, bests + firsts, head.classes), 0),
@@ -740,7 +744,7 @@ def _root(labels: tf.Tensor) -> tf.Tensor:
     """Return the tensor of which labels are a cast or reshaped copy."""
     while labels.op.type in ("Cast", "ExpandDims", "Identity", "Relayout", "Reshape", "Squeeze"):
         before = labels.op.inputs[0]
-        exact = before.dtype.is_integer or before.dtype in (tf.float32, tf.float64)
+        exact = before.dtype.is_integer or (before.dtype in (tf.float32, tf.float64) and labels.dtype.is_floating)
         if not exact or labels.dtype.size < min(before.dtype.size, 4):
             break
         labels = before
@@ -776,7 +780,9 @@ def cross_entropy(labels: Any, logits: Any, *, is_sparse: bool) -> tf.Tensor | N
     head.call.note(head, head.chunks())
 
     def loss(*_: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], list[tf.Tensor]]]:
-        its = _Pass.of(head, labels, logits.dtype, is_sparse=is_sparse)
+        # TensorFlow's kernels compute in float32, too, if the logits are smaller.
+        dtype = tf.float32 if logits.dtype.size < tf.float32.size else logits.dtype
+        its = _Pass.of(head, labels, dtype, is_sparse=is_sparse)
         found, tokens = its.statistics, head.hidden.shape[:-1]
         mask = None if kept is None else tf.reshape(kept, tokens)
         with _private.stop_recording():
@@ -785,8 +791,10 @@ def cross_entropy(labels: Any, logits: Any, *, is_sparse: bool) -> tf.Tensor | N
             if mask is not None:
                 # Logits of zero.
                 value = tf.where(mask, value, tf.cast(math.log(head.classes), value.dtype))
+            value = tf.cast(value, logits.dtype)
 
         def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
+            upstream = tf.cast(upstream, dtype)
             if mask is not None:
                 upstream = tf.where(mask, upstream, tf.zeros_like(upstream))
             return _unrecorded(its.gradients, upstream, head)

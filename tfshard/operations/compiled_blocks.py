@@ -510,7 +510,11 @@ class _TracedCall:
         """Return the dim of the samples in each tensor that has samples."""
         if other is None:
             return {}
-        return row_proof.samples_in(self._with_samples(self._trace), self._with_samples(other))
+        traces = self._with_samples(self._trace), self._with_samples(other)
+        found = row_proof.samples_in(*traces)
+        if _private.could_record():
+            row_proof.check_custom_gradients(*traces, found)
+        return found
 
     def _with_samples(self, trace: LocalTrace) -> row_proof.Trace:
         has = [each for each, has in zip(trace.arguments, self._are_samples, strict=True) if has]
@@ -627,7 +631,10 @@ class _TracedCall:
         return tf.reduce_sum(left, list(range(len(summed)))) if summed else left
 
     def _upstream(self, tensor: tf.Tensor, sharding: Sharding, has_samples: bool) -> tf.Tensor:
-        """Return the local gradient of an output. All devices share a gradient of what they all computed."""
+        """Return the local gradient of an output.
+
+        If all devices computed the output, each has its full gradient, and the local gradients are summed later.
+        """
         if has_samples and sharding.data is None:
             tensor = tensor / tf.cast(self._devices, tensor.dtype)
         return self._entered(tensor, sharding)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.graph import dim_rules
-from tfshard.operations import online_softmax
+from tfshard.operations import online_softmax, programs
 
 # Sizes of the batch for the second trace.
 PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
@@ -51,6 +51,8 @@ class Trace:
         outputs: The results.
         drawn: Random tensors, which are drawn outside of the part.
         written: New values of variables, which are computed outside of the part.
+        upstreams: The gradients of tensors, each with the dim of its samples, if it has samples.
+        gradients: Tensors that must have their samples in some dim.
     """
 
     operations: Sequence[tf.Operation]
@@ -58,6 +60,8 @@ class Trace:
     outputs: Sequence[tf.Tensor]
     drawn: Sequence[tf.Tensor]
     written: Sequence[tf.Tensor]
+    upstreams: Sequence[tuple[tf.Tensor, int | None]] = ()
+    gradients: Sequence[tuple[tf.Tensor, int]] = ()
 
 
 def samples_in(first: Trace, second: Trace) -> dict[Hashable, int]:
@@ -74,6 +78,7 @@ def samples_in(first: Trace, second: Trace) -> dict[Hashable, int]:
     """
     comparison = _TraceComparison(first, second)
     dims: dict[Hashable, int] = {each.ref(): 0 for each in second.samples} | comparison.filled
+    dims |= {each.ref(): dim for each, dim in second.upstreams if dim is not None}
     for each in second.drawn:
         differing = comparison.differing_dims(each)
         if differing not in ([], [0]):
@@ -97,7 +102,53 @@ def samples_in(first: Trace, second: Trace) -> dict[Hashable, int]:
             raise NotByRowsError(f"result '{each.name}' depends on the size of the batch")
         if dims.get(each.ref(), 0) != 0:
             raise NotByRowsError(f"result '{each.name}' does not have the samples in its first dim")
+    for each, dim in second.gradients:
+        if comparison.depends_on_size(each) or dims.get(each.ref()) != dim:
+            raise NotByRowsError(f"a custom gradient, {_described(each.op)}, does not keep the samples apart")
     return comparison.of_first(dims)
+
+
+def check_custom_gradients(first: Trace, second: Trace, dims: Mapping[Hashable, int]) -> None:
+    """Check that each `tf.custom_gradient` in a part computes the gradients of one sample after the other.
+
+    Args:
+        first: The trace with the local batch.
+        second: The trace with a prime number of samples.
+        dims: The result of `samples_in`.
+
+    Raises:
+        NotByRowsError: A gradient is not proved to, or is the gradient of a weight: its author may have divided by the
+            size of the batch.
+    """
+    lists = [[each for each in trace.operations if not _is_constant(each)] for trace in (first, second)]
+    for one, other in zip(*lists, strict=True):
+        if programs.has_custom_gradients([one]):
+            made = [_with_gradients(*each, one, dims) for each in ((first, one), (second, other))]
+            samples_in(*made)
+
+
+def _with_gradients(trace: Trace, operation: tf.Operation, one: tf.Operation, dims: Mapping[Hashable, int]) -> Trace:
+    """Return the trace with the gradients of a `tf.custom_gradient`, whose counterpart in the first trace is `one`."""
+    outputs = [(each, dims.get(first.ref())) for each, first in zip(operation.outputs, one.outputs, strict=True)]
+    outputs = [(each, dim) for each, dim in outputs if each.dtype.is_floating]
+    inputs = [(each, dims.get(first.ref())) for each, first in zip(operation.inputs, one.inputs, strict=True)]
+    inputs = [(each, dim) for each, dim in inputs if each.dtype.is_floating]
+    known = [each for forward in trace.operations for each in forward.outputs]
+    with operation.graph.as_default(), _private.stop_recording():
+        ups = [(tf.compat.v1.placeholder(each.dtype, each.shape), dim) for each, dim in outputs]
+        made = tf.gradients([each for each, _ in outputs], [each for each, _ in inputs], [each for each, _ in ups])
+        pairs = [
+            (tf.convert_to_tensor(gradient), each, dim)
+            for gradient, (each, dim) in zip(made, inputs, strict=True)
+            if gradient is not None
+        ]
+    for _, each, dim in pairs:
+        if dim is None and tf.get_static_value(each) is None:
+            raise NotByRowsError(f"{_described(operation)} has a custom gradient of what has no samples")
+    gradients = [(gradient, dim) for gradient, _, dim in pairs if dim is not None]
+    added = programs.between([*known, *(each for each, _ in ups)], [each for each, _ in gradients])
+    operations = [*trace.operations, *(each.op for each, _ in ups), *added]
+    return dataclasses.replace(trace, operations=operations, outputs=(), written=(), upstreams=ups, gradients=gradients)
 
 
 def prime_for(shapes: Sequence[Sequence[int]]) -> int:
