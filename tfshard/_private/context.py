@@ -11,7 +11,7 @@ from tensorflow.experimental import dtensor
 from tensorflow.python.debug.lib import check_numerics_callback as _check_numerics_callback
 from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import ops as _ops
-from tensorflow.python.util import _pywrap_util_port
+from tensorflow.python.util._pywrap_util_port import IsMklEnabled
 
 
 def context_is_initialized() -> bool:
@@ -21,7 +21,7 @@ def context_is_initialized() -> bool:
 
 def has_onednn() -> bool:
     """Return whether CPU kernels use oneDNN: by default on CPUs with VNNI or AMX (`TF_ENABLE_ONEDNN_OPTS`)."""
-    return bool(_pywrap_util_port.IsMklEnabled())
+    return bool(IsMklEnabled())
 
 
 def devices_are_listed() -> bool:
