@@ -27,6 +27,8 @@ SETTINGS = {
     "offload": ("slots", {}),
     "compression": ("int8", {}),
     "tables": ("table/embeddings", {}),
+    "attention": ("flash", {}),
+    "chunked_cross_entropy": ("auto", {}),
 }
 pytestmark = pytest.mark.filterwarnings("ignore::tfshard.errors.LayoutWarning")
 
