@@ -14,7 +14,6 @@ seeds) is computed in the step. The backward pass takes the results of matrix pr
 computes the rest again from the inputs of the block; in a block of `strategy.recompute` it computes all of it again.
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -215,9 +214,8 @@ def forget_warnings() -> None:
     _told.clear()
 
 
-# Programs by what they compute. A text is the reason why there are none.
-_pairs: collections.OrderedDict[Hashable, list[_Pair] | str] = collections.OrderedDict()
-_MOST = 256
+# Programs by what they compute.
+_pairs = programs.ProgramCache[list[_Pair]](NotByRowsError)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -372,18 +370,7 @@ class _TracedCall:
             gradients = _differentiated(self._whole({}))
             targets = [each for _, each in gradients.targets]
             key = (*key, programs.digest(trace.graph.get_operations(), [*targets, *self._inputs()]))
-        if key not in _pairs:
-            try:
-                _pairs[key] = [self._lowered(each, records, kept) for each in self._pieces(other)]
-            except NotByRowsError as error:
-                _pairs[key] = str(error)
-            while len(_pairs) > _MOST:
-                _pairs.popitem(last=False)
-        _pairs.move_to_end(key)
-        found = _pairs[key]
-        if isinstance(found, str):
-            raise NotByRowsError(found)
-        return found
+        return _pairs.find(key, lambda: [self._lowered(each, records, kept) for each in self._pieces(other)])
 
     def _kept(self) -> frozenset[str]:
         """Return the types of operations whose results the backward pass takes from the forward pass."""

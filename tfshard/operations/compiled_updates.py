@@ -10,7 +10,6 @@ Everything around the update stays in the step: the reduction and clipping of gr
 masks of groups whose members are not updated alike.
 """
 
-import collections
 import dataclasses
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -178,9 +177,8 @@ class _UpdateTrace:
         return [value for _, value in self.buffers.writes.values()]
 
 
-# Programs by what they compute. A text is the reason why there is none.
-_programs: collections.OrderedDict[Hashable, Program | str] = collections.OrderedDict()
-_MOST = 256
+# Programs by what they compute.
+_programs = programs.ProgramCache[Program](_NotLocalError)
 
 
 class _TracedUpdate:
@@ -254,22 +252,15 @@ class _TracedUpdate:
         trace, local_shape = self._trace, self._local_shape()
         digest = programs.digest(trace.operations, [*trace.outputs, *trace.inputs])
         key = digest, local_shape, self._mesh.device_type()
-        if key not in _programs:
-            try:
-                elementwise = _elementwise(trace, self._shape)
-                local = _with_shape(trace, elementwise, self._shape, local_shape)
-                _programs[key] = programs.lower(*local, self._mesh, takes_parted=any(self._axes))
-            except _NotLocalError as error:
-                _programs[key] = str(error)
-            except programs.NotCompiledError as error:
-                _programs[key] = f"XLA cannot compile it. {error}"
-            while len(_programs) > _MOST:
-                _programs.popitem(last=False)
-        _programs.move_to_end(key)
-        found = _programs[key]
-        if isinstance(found, str):
-            raise _NotLocalError(found)
-        return found
+        return _programs.find(key, lambda: self._lowered(local_shape))
+
+    def _lowered(self, local_shape: tuple[int, ...]) -> Program:
+        elementwise = _elementwise(self._trace, self._shape)
+        local = _with_shape(self._trace, elementwise, self._shape, local_shape)
+        try:
+            return programs.lower(*local, self._mesh, takes_parted=any(self._axes))
+        except programs.NotCompiledError as error:
+            raise _NotLocalError(f"XLA cannot compile it. {error}") from error
 
     def _local_shape(self) -> tuple[int, ...]:
         return transfer.shard_shape(self._shape, transfer.layout(self._axes, self._mesh))

@@ -1,11 +1,12 @@
 """XLA programs: parts of a traced graph that each device runs as one program on its local shards."""
 
+import collections
 import dataclasses
 import functools
 import hashlib
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -14,6 +15,8 @@ from tfshard import _private
 from tfshard.devices import compilations, expansions, local_shards
 from tfshard.errors import UnsupportedOperationError
 from tfshard.operations import online_softmax, origins
+
+_Made = TypeVar("_Made")
 
 # The operation that runs a program.
 CALL = "XlaCallModule"
@@ -53,6 +56,44 @@ class Program:
             [each.shape for each in self.results],
             self.device_type,
         )
+
+
+class ProgramCache(Generic[_Made]):
+    """The programs of parts of graphs, by what they compute, and the reasons why other parts have none.
+
+    Args:
+        error: The error that says why a part has no program.
+    """
+
+    def __init__(self, error: type[Exception]):
+        self._error = error
+        self._entries: collections.OrderedDict[Hashable, _Made | Exception] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Forget all programs."""
+        self._entries.clear()
+
+    def find(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
+        """Return what `make` returned for a key, or raise the error that it raised."""
+        if key not in self._entries:
+            try:
+                self._entries[key] = make()
+            except self._error as error:
+                self._entries[key] = type(error)(*error.args)  # Without the frames that made it.
+            while len(self._entries) > _MOST:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        found = self._entries[key]
+        if isinstance(found, Exception):
+            raise type(found)(*found.args)
+        return found
+
+
+# The entries of a cache.
+_MOST = 256
 
 
 @functools.cache
