@@ -184,11 +184,13 @@ def test_blocks_of_a_mask_are_computed_from_its_parts(name: str):
 
 
 class Block(keras.layers.Layer):
-    def __init__(self, dropout: float = 0.0, scores: bool = False, **options: Any):
+    def __init__(self, dropout: float = 0.0, scores: bool = False, key_heads: int | None = None, **options: Any):
         super().__init__(**options)
         self.supports_masking = True
         self.norm, self.up = keras.layers.LayerNormalization(), keras.layers.Dense(WIDTH, activation="gelu")
         self.attention = keras.layers.MultiHeadAttention(4, 4, dropout=dropout, seed=1)
+        if key_heads is not None:
+            self.attention = keras.layers.GroupQueryAttention(4, 4, key_heads)
         self.scores = scores
 
     def build(self, shape):
@@ -248,6 +250,20 @@ SETTINGS = {
     "compiled, microbatches": Setting(compiled=True, strategy={"microbatches": 2}),
     "compiled, recomputed": Setting(compiled=True, recompute=True),
     "compiled, replicas": Setting(compiled=True, mesh={"replica": 2, "batch": 2}),
+    "compiled, a model axis": Setting(
+        compiled=True, mesh={"batch": 2, "model": 2}, strategy={"layout_map": "auto"},
+        build=functools.partial(transformer, mask_zero=True),
+    ),
+    "compiled, a model axis, recomputed": Setting(
+        compiled=True, mesh={"batch": 2, "model": 2}, strategy={"layout_map": "auto", "zero_stage": 0}, recompute=True
+    ),
+    "compiled, a model axis, sequence parallel": Setting(
+        compiled=True, mesh={"batch": 1, "model": 4}, strategy={"layout_map": "auto", "sequence_parallel": True}
+    ),
+    "compiled, a model axis, one head of keys": Setting(
+        compiled=True, mesh={"batch": 2, "model": 2}, strategy={"layout_map": "auto"},
+        build=functools.partial(transformer, key_heads=1),
+    ),
 }
 
 

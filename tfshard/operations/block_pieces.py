@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfshard import _private
 from tfshard.devices import local_shards
 from tfshard.graph import dim_rules
-from tfshard.operations import programs, row_proof
+from tfshard.operations import online_softmax, programs, row_proof
 from tfshard.operations.row_proof import NotByRowsError
 
 
@@ -361,7 +361,15 @@ class _ShardedFlow:
         wanted: list[int | None] = list(places)
         found: list[int | None] = [None] * len(operation.outputs)
         if operation.type == "IdentityN":
+            attention = operation.inputs[0].op
+            if places[0] is not None and online_softmax.is_call(attention):
+                # The operands have the heads that attention takes.
+                heads = zip(attention.inputs, online_softmax.heads_of_call(attention)[0], strict=True)
+                sharded = {each.ref(): dim for each, dim in heads}
+                places = [sharded.get(each.ref(), at) for each, at in zip(operation.inputs, places, strict=True)]
             return _ShardedUse(wanted=tuple(places), places=tuple(places))
+        if any(place is not None for place in places) and online_softmax.is_call(operation):
+            return self._attention(operation, places)
         first = operation.inputs[0] if operation.inputs else None
         if first is not None and first.ref() in self._partial and operation.type in _REARRANGING:
             if self._users[first.ref()] == 1:
@@ -394,6 +402,15 @@ class _ShardedFlow:
                 raise NotByRowsError(f"the inputs of '{operation.name}' are sharded along different dims")
             found = made
         return _ShardedUse(wanted=tuple(wanted), places=tuple(found), is_partial=any(partial))
+
+    def _attention(self, operation: tf.Operation, places: Sequence[int | None]) -> _ShardedUse:
+        """Return what attention in blocks does with operands whose heads the model axis may shard."""
+        operands, results = online_softmax.heads_of_call(operation)
+        for place, heads, tensor in zip(places, operands, operation.inputs, strict=True):
+            if place not in (None, heads):
+                raise NotByRowsError(f"the model axis shards dim {place} of '{tensor.name}', and attention needs all of it")
+            self.local_shape(tensor, heads)
+        return _ShardedUse(wanted=tuple(operands), places=tuple(results))
 
 
 # Operations whose second input is the shape of their result.
@@ -474,9 +491,11 @@ class _Builder:
         forward = [each for done in flow.block.operations for each in done.outputs if not flow.is_constant(each)]
         targets = [number for number, each in enumerate(operation.inputs) if flow.is_active(each)]
         with flow.block.graph.as_default(), _private.stop_recording():
-            ups = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in operation.outputs]
-            made = tf.gradients(list(operation.outputs), [operation.inputs[number] for number in targets], ups)
-        known = {up.ref(): (local, place) for up, local, place in zip(ups, upstreams, use.places, strict=True)}
+            floats = [number for number, each in enumerate(operation.outputs) if each.dtype.is_floating]
+            outputs = [operation.outputs[number] for number in floats]
+            ups = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in outputs]
+            made = tf.gradients(outputs, [operation.inputs[number] for number in targets], ups)
+        known = {up.ref(): (upstreams[n], use.places[n]) for up, n in zip(ups, floats, strict=True)}
 
         def local(tensor: tf.Tensor, place: int | None) -> tf.Tensor:
             tensor = flow.source(tensor)
@@ -513,7 +532,10 @@ class _Builder:
             inputs[1] = tf.constant(shapes[0], inputs[1].dtype)
         elif self.is_sharded and operation.type == "Slice":
             inputs[2] = tf.constant(shapes[0], inputs[2].dtype)
-        copies = _private.copied(operation, inputs, graph=self._graph)
+        if self.is_sharded and online_softmax.is_call(operation):
+            copies = online_softmax.call_again(operation, inputs)
+        else:
+            copies = _private.copied(operation, inputs, graph=self._graph)
         for copy, shape in zip(copies, shapes, strict=True):
             if tuple(copy.shape) != shape:
                 raise NotByRowsError(f"operation '{operation.name}' ({operation.type}) depends on the size of a shard")

@@ -129,18 +129,54 @@ def _function(make: Callable[["_Blocks"], _Pass], kind: Attention, specs: tuple[
         return function(*given)
 
     in_blocks.__name__ = f"{NAME}{make.__name__}_{hashlib.sha256(repr(kind).encode()).hexdigest()[:16]}"
+    _passes[in_blocks.__name__] = make, kind
     with tf.init_scope():
         traced = tf.function(in_blocks, autograph=False)
         return traced.get_concrete_function(*(tf.TensorSpec(shape, dtype) for shape, dtype in specs))
 
 
-_CALL = re.compile(rf"{NAME}_forward_[0-9a-f]+")
+# What passes compute, by the names of their functions.
+_passes: dict[str, tuple[Callable[["_Blocks"], _Pass], Attention]] = {}
+_FORWARD = re.compile(rf"{NAME}_forward_[0-9a-f]+")
+_EITHER = re.compile(rf"{NAME}_(forward|backward)_[0-9a-f]+")
 
 
 def kind_of_call(operation: tf.Operation) -> str | None:
     """Return what a call of a forward pass computes, equal for all shapes; None for other operations."""
-    match = _CALL.search(_private.called_function(operation) or "")
+    return _name_of(operation, _FORWARD)
+
+
+def is_call(operation: tf.Operation) -> bool:
+    """Return whether an operation calls a forward or a backward pass."""
+    return _name_of(operation, _EITHER) is not None
+
+
+def _name_of(operation: tf.Operation, pattern: re.Pattern[str]) -> str | None:
+    match = pattern.search(_private.called_function(operation) or "")
     return None if match is None else match.group()
+
+
+def call_again(operation: tf.Operation, given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Call the pass of an operation with other operands, which may have other shapes."""
+    name = _name_of(operation, _EITHER)
+    assert name is not None, "The caller asks is_call."
+    return _call(*_passes[name], given)
+
+
+def heads_of_call(operation: tf.Operation) -> tuple[list[int | None], list[int | None]]:
+    """Return the dim of the heads in each operand and in each result of a pass.
+
+    It is None where all heads share a tensor. The gradient of such a tensor is a sum over the heads.
+    """
+    name = _name_of(operation, _EITHER)
+    assert name is not None, "The caller asks is_call."
+    is_forward = _passes[name][0] is _forward
+    shapes = [each.shape for each in operation.inputs]
+    count = len(shapes) - (0 if is_forward else 4)
+    keys = 2 if shapes[1][2] > 1 or shapes[0][2] == 1 else None
+    parts = [1 if shape[1] > 1 else None for shape in shapes[3:count]]
+    operands = [2, keys, keys, *parts]
+    return (operands, [2, 2, 2]) if is_forward else ([*operands, 2, 2, 2, 2], [2, keys, keys])
 
 
 def samples_in_results(operation: tf.Operation, dims: Mapping[int, int]) -> dict[int, int] | None:

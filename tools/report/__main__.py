@@ -3,11 +3,11 @@
     tools/report.sh                    # the full report: hours
     tools/report.sh --quick            # ten minutes: two models, fewer ways
     tools/report.sh --models="gpt 5M,lstm" --rounds=3 --parts=time
-    tools/report.sh --models=bert --parts=time --only="one device, XLA" --only="stage 3 compiled"
+    tools/report.sh --models=bert --parts=time --way="one device, XLA" --way="stage 3 compiled"
     tools/report.sh --resume           # the remaining part of an interrupted report
     tools/report.sh --out=DIR --compare=docs/benchmarks/report.json    # repeat: DIR/repeated.md lists the differences
     git archive COMMIT tfshard | tar -x -C DIR    # then compare with an earlier commit:
-    tools/report.sh --before=DIR --ways="stage 3,2-D" --models="gpt 5M,lstm"
+    tools/report.sh --before=DIR --way="stage 3" --way=2-D --models="gpt 5M,lstm"
 
 Each way of training runs in a separate process, beside a process of plain Keras on one device. The two processes
 alternate epochs of a few steps, and each waits while the other trains. A drift of the machine therefore slows both, and
@@ -33,7 +33,6 @@ from tools.report import models, resident, serving, writing
 _QUICK = flags.DEFINE_bool("quick", False, "Measure two models in one round.")
 _MODELS = flags.DEFINE_list("models", list(models.MODELS), "Models to measure.")
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "How many times to start each way.", lower_bound=1)
-_ONLY = flags.DEFINE_multi_enum("only", None, list(writing.WAYS), "Time only these ways. Repeat the flag.")
 _PARTS = flags.DEFINE_list("parts", ["time", "memory", "growth"], "Parts to measure.")
 _RESUME = flags.DEFINE_bool("resume", False, "Keep the results and failures in the report, and measure the rest.")
 _COMPARE = flags.DEFINE_string("compare", None, "The report.json of another day: compare with it, in repeated.md.")
@@ -41,7 +40,7 @@ _OUT = flags.DEFINE_string("out", "docs/benchmarks", "Directory of the report.")
 _BEFORE = flags.DEFINE_string(
     "before", None, "A directory with another version of tfshard: only print a comparison with it."
 )
-_WAYS = flags.DEFINE_list("ways", ["stage 0", "stage 3", "2-D"], "Ways of tfshard, with --before.")
+_WAYS = flags.DEFINE_multi_enum("way", None, list(writing.WAYS), "Time only these ways. Repeat the flag.")
 _JAX = flags.DEFINE_string(
     "jax_python", None, "Python of the environment with JAX. By default the report has no rows of JAX."
 )
@@ -206,7 +205,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Unknown models: {unknown}. Models: {list(models.MODELS)}")
     names = [name for name in _MODELS.value if not _QUICK.value or name in QUICK_MODELS]
     if _BEFORE.value:
-        for line in since(names, _WAYS.value, _BEFORE.value):
+        for line in since(names, _WAYS.value or ["stage 0", "stage 3", "2-D"], _BEFORE.value):
             print(line, flush=True)
         return
     rounds = 1 if _QUICK.value else _ROUNDS.value
@@ -234,7 +233,7 @@ def main(argv: list[str]) -> None:
 def _measure(report: dict[str, Any], names: list[str], rounds: int) -> Iterator[str]:
     if "time" in _PARTS.value:
         ways = writing.QUICK_WAYS if _QUICK.value else writing.WAYS
-        yield from times(report, names, rounds, tuple(_ONLY.value or ways))
+        yield from times(report, names, rounds, tuple(_WAYS.value or ways))
     if "memory" in _PARTS.value:
         cases = {name: (models.MODELS[name], 4) for name in names}
         ways = writing.GROWING_WAYS if _QUICK.value else writing.MEMORY_WAYS
