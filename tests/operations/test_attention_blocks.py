@@ -251,7 +251,9 @@ SETTINGS = {
     "compiled, recomputed": Setting(compiled=True, recompute=True),
     "compiled, replicas": Setting(compiled=True, mesh={"replica": 2, "batch": 2}),
     "compiled, a model axis": Setting(
-        compiled=True, mesh={"batch": 2, "model": 2}, strategy={"layout_map": "auto"},
+        compiled=True,
+        mesh={"batch": 2, "model": 2},
+        strategy={"layout_map": "auto"},
         build=functools.partial(transformer, mask_zero=True),
     ),
     "compiled, a model axis, recomputed": Setting(
@@ -261,7 +263,9 @@ SETTINGS = {
         compiled=True, mesh={"batch": 1, "model": 4}, strategy={"layout_map": "auto", "sequence_parallel": True}
     ),
     "compiled, a model axis, one head of keys": Setting(
-        compiled=True, mesh={"batch": 2, "model": 2}, strategy={"layout_map": "auto"},
+        compiled=True,
+        mesh={"batch": 2, "model": 2},
+        strategy={"layout_map": "auto"},
         build=functools.partial(transformer, key_heads=1),
     ),
 }

@@ -18,7 +18,7 @@ import parity
 import tfshard
 from sweeps import table
 from tfshard.errors import StrategyError, UnsupportedOperationError
-from tfshard.operations import chunked_cross_entropy
+from tfshard.operations import chunked_logits, projection_heads
 
 # Optimizers update the small tables by dense gradients; a test shards classes although that sends more.
 pytestmark = [
@@ -35,7 +35,7 @@ BY_CLASS = tfshard.LayoutMap()
 BY_CLASS.column("out")
 BY_CLASS.replicated("(hidden|table|layer_.*)/.*")
 BY_ROW = tfshard.LayoutMap({"table/embeddings": ("model", None)})
-BY_ROW.replicated("hidden/.*")
+BY_ROW.replicated("(hidden|layer_.*)/.*")
 
 
 class Block(keras.layers.Layer):
@@ -157,7 +157,7 @@ def strategy_of(
 
 
 def heads(model: keras.Model) -> list[tuple[int, str]]:
-    return [(each.tokens, each.reason) for each in chunked_cross_entropy.chunked_heads(model)]
+    return [(each.tokens, each.reason) for each in projection_heads.chunked_heads(model)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,22 +205,31 @@ CASES = {
     "accumulation": Case(model=Model(optimizer="accumulation")),
     "steps per execution": Case(model=Model(steps_per_execution=2)),
     "recomputed blocks": Case(model=Model(blocks=2), prepare=lambda strategy, model: strategy.recompute(model)),
-    "compiled blocks": Case(model=Model(blocks=2, compiled=True)),
     "bfloat16": Case(model=Model(dtype="mixed_bfloat16"), tolerance=3e-3),
     "bfloat16, rows on a model axis": Case(
         model=Model(head="tied", dtype="mixed_bfloat16"), strategy=BY_ROWS, tolerance=3e-3
     ),
     "float16 with a scaled loss": Case(model=Model(dtype="mixed_float16", optimizer="scaled"), tolerance=1e-3),
 }
+# XLA compiles the chunks of these.
+COMPILED = (
+    "stage 3", "classes on a model axis", "tied, rows on a model axis, all metrics", "soft cap", "weights", "replicas",
+    "dense labels, classes on a model axis", "ignored class", "microbatches", "a last chunk that is not full",
+    "recomputed blocks", "steps per execution", "bfloat16", "float16 with a scaled loss",
+)  # fmt: skip
+for _name in COMPILED:
+    _model = dataclasses.replace(CASES[_name].model, blocks=2, compiled=True)
+    CASES[f"compiled, {_name}"] = dataclasses.replace(CASES[_name], model=_model)
 
 
-@table("chunked cross entropy", "name", CASES, always=["stage 0", "tied, rows on a model axis"])
+@table("chunked cross entropy", "name", CASES, always=["stage 0", "tied, rows on a model axis", "compiled, classes on a model axis"])
 def test_training_matches_one_device(name):
     case = CASES[name]
     strategy = strategy_of(**case.strategy)
     ours = run(case.model, strategy, prepare=case.prepare)
     assert all(tokens and not reason for tokens, reason in heads(ours.model)), "premise: by chunks"
     assert len(heads(ours.model)) == 1, "premise: by chunks"
+    assert projection_heads.chunked_heads(ours.model)[0].compiled == case.model.compiled
     numbers, weights = reference(case.model)
     assert ours.numbers.keys() == numbers.keys()
     for key, value in ours.numbers.items():
@@ -308,9 +317,9 @@ def test_auto_keeps_small_logits_and_says_so():
 
 @pytest.mark.slow
 def test_auto_takes_chunks_of_large_logits(monkeypatch):
-    monkeypatch.setattr(chunked_cross_entropy, "LEAST_BYTES", 1)
-    monkeypatch.setattr(chunked_cross_entropy, "LEAST_KERNELS", 0)
-    monkeypatch.setattr(chunked_cross_entropy, "LEAST_CHUNK", 4)
+    monkeypatch.setattr(projection_heads, "LEAST_BYTES", 1)
+    monkeypatch.setattr(projection_heads, "LEAST_KERNELS", 0)
+    monkeypatch.setattr(projection_heads, "LEAST_CHUNK", 4)
     strategy = strategy_of(chunked_cross_entropy="auto")
     ours = run(Model(), strategy)
     assert heads(ours.model) == [(WIDTH // 2, "")]
@@ -326,8 +335,8 @@ def test_predict_returns_logits():
 
 @pytest.mark.slow
 def test_auto_stays_right_where_a_metric_needs_logits(monkeypatch):
-    monkeypatch.setattr(chunked_cross_entropy, "LEAST_BYTES", 1)
-    monkeypatch.setattr(chunked_cross_entropy, "LEAST_KERNELS", 0)
+    monkeypatch.setattr(projection_heads, "LEAST_BYTES", 1)
+    monkeypatch.setattr(projection_heads, "LEAST_KERNELS", 0)
     monkeypatch.setitem(METRICS, "needs logits", lambda: [keras.metrics.MeanMetricWrapper(_mean_logit)])
     how = Model(metrics="needs logits")
     ours, theirs = run(how, strategy_of(chunked_cross_entropy="auto")), run(how)
@@ -389,13 +398,13 @@ def test_verify_accepts_chunks_and_finds_a_wrong_one(monkeypatch):
     model.compile(keras.optimizers.SGD(0.1), LOSSES["sparse"](), strategy=strategy_of())
     assert tfshard.verify(model, (X, Y)).ok
     assert heads(model)[0][0] == 4, "premise"
-    right = chunked_cross_entropy._Device.backward
+    right = chunked_logits.ChunkedLogits.backward
 
     def wrong(self, *tensors):
         hidden, *others = right(self, *tensors)
         return [hidden, *(2 * each for each in others)]
 
-    monkeypatch.setattr(chunked_cross_entropy._Device, "backward", wrong)
+    monkeypatch.setattr(chunked_logits.ChunkedLogits, "backward", wrong)
     verdict = tfshard.verify(model, (X, Y))
     assert not verdict.ok
     assert "out" in str(verdict)
@@ -416,3 +425,12 @@ def test_label_that_is_no_class_fails():
     model.compile("sgd", LOSSES["sparse"](), strategy=strategy_of())
     with pytest.raises(tf.errors.InvalidArgumentError, match=str(CLASSES)):
         model.train_on_batch(np.ones((8, 8)), np.full(8, CLASSES))
+
+
+@pytest.mark.slow
+def test_label_that_is_no_class_has_no_loss_where_xla_compiles():
+    model = Model(blocks=2).build()
+    model.compile("sgd", LOSSES["sparse"](), strategy=strategy_of(), jit_compile=True)
+    labels = Y[:8].copy()
+    labels[0] = CLASSES
+    assert np.isnan(model.train_on_batch(X[:8], labels))

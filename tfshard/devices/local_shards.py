@@ -87,6 +87,15 @@ def to_local(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.relayout(local, (None,) * local.shape.rank, mesh)
 
 
+def local_shard(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Lay a tensor out in layout `axes`, and return its local shard."""
+    tensor = transfer.relayout(tensor, axes, mesh)
+    if not any(axes):
+        return tensor
+    with scope():
+        return to_local(tensor, axes, mesh)
+
+
 def local_rows(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return a copy of the local rows of a tensor that the data axis shards, for operations in `scope`."""
     sizes = axis_sizes(mesh)

@@ -20,7 +20,7 @@ from tfshard.layouts.config import ZeroStage
 from tfshard.layouts.gradient_reduction import OPTION_NAME
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import attention, chunked_cross_entropy, compiled_blocks, compiled_updates
+from tfshard.operations import attention, compiled_blocks, compiled_updates, projection_heads
 from tfshard.storage.variables import ShardedVariable
 
 
@@ -339,7 +339,7 @@ def _notes(model: keras.Model, misplaced: Sequence[str]) -> tuple[str, ...]:
         notes.append(f"The next step moves these variables to the layouts of the strategy: {names}{more}.")
     notes += _compiled_notes(model)
     notes += _attention_notes(model)
-    notes += [str(each) for each in chunked_cross_entropy.chunked_heads(model)]
+    notes += [str(each) for each in projection_heads.chunked_heads(model)]
     return tuple(notes)
 
 

@@ -408,7 +408,9 @@ class _ShardedFlow:
         operands, results = online_softmax.heads_of_call(operation)
         for place, heads, tensor in zip(places, operands, operation.inputs, strict=True):
             if place not in (None, heads):
-                raise NotByRowsError(f"the model axis shards dim {place} of '{tensor.name}', and attention needs all of it")
+                raise NotByRowsError(
+                    f"the model axis shards dim {place} of '{tensor.name}', and attention needs all of it"
+                )
             self.local_shape(tensor, heads)
         return _ShardedUse(wanted=tuple(operands), places=tuple(results))
 

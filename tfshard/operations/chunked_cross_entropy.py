@@ -17,8 +17,7 @@ masks and reductions that follow the cross entropy.
 If a model axis shards the classes, each device has the three numbers of its local classes. The devices combine them
 after the last chunk, so a chunk sends nothing.
 
-`HeadCall` records the tensors of the last layer. The layer still adds its logits to the graph of the step. If nothing
-but losses and metrics with an implementation by chunks uses them, TensorFlow does not compute them.
+projection_heads.py records the tensors of the last layer, and chunked_logits.py has what each device computes.
 """
 
 import contextlib
@@ -26,8 +25,7 @@ import dataclasses
 import functools
 import math
 import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import keras
@@ -35,22 +33,14 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import batching, expansions, local_shards, transfer
+from tfshard.devices import local_shards, transfer
 from tfshard.errors import StrategyError, UnsupportedOperationError
-from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.config import AUTO_CHUNKS, ChunkedCrossEntropy
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import layer_patch, programs
-from tfshard.operations.layer_patch import HEAD
+from tfshard.operations import programs
+from tfshard.operations.chunked_logits import ChunkedLogits
+from tfshard.operations.projection_heads import Head
 from tfshard.storage import graph_edits, steps
-from tfshard.storage.variables import ShardedVariable
-
-# "auto" takes chunks if the logits of a device take this much, and this many times the bytes of its kernel.
-LEAST_BYTES = 64 << 20
-LEAST_KERNELS = 4
-# The tokens of a chunk of "auto": this share of the width, so that its logits take that share of the kernel.
-CHUNK_OF_WIDTH = 1 / 2
-LEAST_CHUNK = 64
 
 _NEEDED = (
     "The last layer must be a keras.layers.Dense without LoRA or quantization, with activation None or 'softmax', or a "
@@ -58,294 +48,6 @@ _NEEDED = (
     "CategoricalCrossentropy of the output of that layer, and only accuracy, top-k and cross-entropy metrics may use "
     "the output"
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChunkedHead:
-    """How the cross entropy of a layer's logits was computed in the last traced step.
-
-    Attributes:
-        path: The path of the layer.
-        tokens: The tokens of a chunk; 0 if the logits are whole.
-        chunks: The number of chunks of a device.
-        reason: Why the logits are whole; empty otherwise.
-    """
-
-    path: str
-    tokens: int
-    chunks: int
-    reason: str
-
-    def __str__(self) -> str:
-        if self.reason:
-            return f"The logits of layer '{self.path}' are whole: {self.reason}."
-        return (
-            f"Layer '{self.path}': each device computes the cross entropy in {self.chunks} chunks of {self.tokens} "
-            "tokens."
-        )
-
-
-def install(model: keras.Model, mesh: dtensor.Mesh, option: ChunkedCrossEntropy) -> None:
-    """Patch the layers of a model that may be its last projection: they record their tensors in a step."""
-    for layer in _private.flatten_layers(model):
-        if isinstance(layer, (keras.layers.Dense, keras.layers.ReversibleEmbedding)):
-            make = functools.partial(HeadCall, weakref.ref(layer), mesh, option)
-            layer_patch.apply(HEAD, layer, make)
-
-
-def chunked_heads(model: keras.Model) -> list[ChunkedHead]:
-    """Return how the cross entropies of a model were computed in its last traced step."""
-    calls = [each.replacement for each in layer_patch.patches_of(model) if each.change is HEAD]
-    return [each.last for each in calls if isinstance(each, HeadCall) and each.last is not None]
-
-
-class HeadCall:
-    """A layer's `call` that records the tensors of a projection in a step.
-
-    Attributes:
-        last: How the cross entropy of its logits was computed in the last traced step.
-    """
-
-    def __init__(
-        self,
-        layer: Callable[[], keras.Layer | None],
-        mesh: dtensor.Mesh,
-        option: ChunkedCrossEntropy,
-        call: layer_patch.Method,
-    ):
-        functools.update_wrapper(self, call)
-        self._layer, self._mesh, self._call = layer, mesh, call
-        self.option = option
-        self.last: ChunkedHead | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step, layer = steps.current(), self._layer()
-        if layer is None or step is None or step.graph is None or steps.here() is not step.graph:
-            return self._call(*args, **kwargs)
-        weights = _weights_of(layer, args, kwargs)
-        if weights is None:
-            return self._call(*args, **kwargs)
-        inputs = args[0] if args else kwargs["inputs"]
-        graph = tf.compat.v1.get_default_graph()
-        before = len(graph.get_operations())
-        result = self._call(*args, **kwargs)
-        logits = _private.keras_logits(result)
-        head = Head(
-            call=self,
-            path=layer.path or layer.name,
-            mesh=self._mesh,
-            hidden=tf.cast(inputs, logits.dtype),
-            weights=weights,
-            logits=logits,
-            operations=graph.get_operations()[before:],
-        )
-        step.heads[logits.ref()] = head
-        return result
-
-    def note(self, head: "Head", chunks: "_Chunks | None", reason: str = "") -> None:
-        """Record how the cross entropy is computed."""
-        self.last = ChunkedHead(
-            path=head.path,
-            tokens=0 if chunks is None else chunks.size,
-            chunks=0 if chunks is None else chunks.count,
-            reason=reason,
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Weights:
-    """The weights of a projection, as a step reads them.
-
-    Attributes:
-        kernel: `(width, classes)`, or `(classes, width)` if it is `transposed`.
-        axes: The layout of the kernel.
-        transposed: True if the kernel is a table of embeddings.
-        bias: `(classes,)`, or None.
-        soft_cap: Logits z become `soft_cap * tanh(z / soft_cap)`; None without.
-    """
-
-    kernel: tf.Tensor
-    axes: Axes
-    transposed: bool = False
-    bias: tf.Tensor | None = None
-    soft_cap: float | None = None
-
-    @property
-    def class_dim(self) -> int:
-        return 0 if self.transposed else 1
-
-    @property
-    def tensors(self) -> list[tf.Tensor]:
-        return [self.kernel] if self.bias is None else [self.kernel, self.bias]
-
-    @property
-    def layouts(self) -> list[Axes]:
-        axes = [self.axes] if self.bias is None else [self.axes, (self.axes[self.class_dim],)]
-        return axes
-
-
-def _weights_of(layer: keras.Layer, args: Sequence[Any], kwargs: dict[str, Any]) -> _Weights | None:
-    """Return the weights of a call that projects. None if the call does something else, too."""
-    if getattr(layer, "quantization_mode", None) is not None or getattr(layer, "lora_enabled", False):
-        return None
-    if isinstance(layer, keras.layers.Dense):
-        is_head = type(layer).call is keras.layers.Dense.call
-        is_head = is_head and layer.activation in (keras.activations.linear, keras.activations.softmax)
-        layout = _compute_layout(layer.kernel) if is_head else None
-        if layout is None:
-            return None
-        bias = None if layer.bias is None else tf.convert_to_tensor(layer.bias)
-        return _Weights(kernel=tf.convert_to_tensor(layer.kernel), axes=layout, bias=bias)
-    is_reverse = args[1] if len(args) > 1 else kwargs.get("reverse", False)
-    if not is_reverse or type(layer).call is not keras.layers.ReversibleEmbedding.call:
-        return None
-    table = layer.embeddings if layer.tie_weights else layer.reverse_embeddings
-    layout = _compute_layout(table)
-    if layout is None:
-        return None
-    kernel = tf.convert_to_tensor(table)
-    if layer.reverse_dtype is not None:
-        kernel = tf.cast(kernel, layer.reverse_dtype)
-    return _Weights(kernel=kernel, axes=layout, transposed=layer.tie_weights, soft_cap=layer.logit_soft_cap)
-
-
-def _compute_layout(variable: keras.Variable) -> Axes | None:
-    current = _private.backend_variable(variable)
-    if not isinstance(current, ShardedVariable) or current.layout.kind is not None:
-        return None
-    return current.layout.compute
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Head:
-    """A call of a projection in a step that is traced.
-
-    Attributes:
-        call: The patch of the layer.
-        path: The path of the layer.
-        mesh: The mesh.
-        hidden: `(..., width)`, in the dtype of the logits.
-        weights: The weights.
-        logits: `(..., classes)`, as the layer added them to the graph.
-        operations: The operations that compute the logits.
-        is_used: True if a cross entropy was computed by chunks.
-        passes: The forward passes by their labels.
-    """
-
-    call: HeadCall
-    path: str
-    mesh: dtensor.Mesh
-    hidden: tf.Tensor
-    weights: _Weights
-    logits: tf.Tensor
-    operations: Sequence[tf.Operation]
-    is_used: bool = False
-    passes: "dict[Hashable, _Pass]" = dataclasses.field(default_factory=dict)
-
-    @property
-    def classes(self) -> int:
-        return int(self.logits.shape[-1])
-
-    @property
-    def axis(self) -> str | None:
-        """The mesh axis that shards the classes."""
-        return self.weights.axes[self.weights.class_dim]
-
-    @property
-    def data(self) -> str | None:
-        """The mesh axis that shards the tokens; None if every device has all of them."""
-        return batching.batch_axes(tuple(self.hidden.shape), self.mesh)[0]
-
-    @property
-    def devices(self) -> int:
-        """The devices that share the classes."""
-        return 1 if self.axis is None else axis_sizes(self.mesh)[self.axis]
-
-    @property
-    def token_layout(self) -> Axes:
-        """The layout of a tensor with a number for each token."""
-        return (self.data, *(None,) * (self.hidden.shape.rank - 2))
-
-    @property
-    def local_tokens(self) -> int:
-        shares = 1 if self.data is None else axis_sizes(self.mesh).data_size
-        return int(math.prod(self.hidden.shape[:-1])) // shares
-
-    @property
-    def local_classes(self) -> int:
-        return self.classes // self.devices
-
-    def reason_against(self, dtype: tf.DType) -> str:
-        """Return why the logits stay whole; empty if they do not."""
-        width_axis = self.weights.axes[1 - self.weights.class_dim]
-        if width_axis is not None:
-            return f"mesh axis '{width_axis}' shards the input dim of the kernel"
-        if self.call.option.chunk != AUTO_CHUNKS:
-            return ""
-        logits = self.local_tokens * self.local_classes * dtype.size
-        kernel = self.hidden.shape[-1] * self.local_classes * 4
-        if logits < LEAST_BYTES:
-            return f"a device's logits take {logits:,} bytes, and 'auto' makes chunks from {LEAST_BYTES:,} bytes on"
-        if logits < LEAST_KERNELS * kernel:
-            return (
-                f"a device's logits take {logits:,} bytes, and 'auto' makes chunks from {LEAST_KERNELS} times the "
-                f"{kernel:,} bytes of the kernel's gradient on"
-            )
-        return ""
-
-    @functools.cached_property
-    def entered(self) -> list[tf.Tensor]:
-        """The local shards of the hidden states and the weights."""
-        with _private.stop_recording():
-            return [
-                _entered(each, axes, self.mesh)
-                for each, axes in zip([self.hidden, *self.weights.tensors], self.layouts, strict=True)
-            ]
-
-    @property
-    def layouts(self) -> list[Axes]:
-        """The layouts of the hidden states and the weights."""
-        return [(*self.token_layout, None), *self.weights.layouts]
-
-    def chunks(self) -> "_Chunks":
-        """Return the chunks of a device."""
-        chunk = self.call.option.chunk
-        if chunk == AUTO_CHUNKS:
-            chunk = max(int(CHUNK_OF_WIDTH * self.hidden.shape[-1]), LEAST_CHUNK)
-        return _Chunks.of(self.local_tokens, int(chunk))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Chunks:
-    """Chunks of equal size: the last one is filled up.
-
-    Attributes:
-        tokens: The tokens of a device.
-        count: The number of chunks.
-        size: The tokens of a chunk.
-    """
-
-    tokens: int
-    count: int
-    size: int
-
-    @classmethod
-    def of(cls, tokens: int, most: int) -> "_Chunks":
-        count = max(-(-tokens // most), 1)
-        return cls(tokens=tokens, count=count, size=-(-tokens // count))
-
-    def split(self, tensor: tf.Tensor, *dims: int, fill: float = 0) -> tf.Tensor:
-        """Return a tensor `(chunks, tokens of a chunk, *dims)` of a tensor `(..., *dims)`, filled up with `fill`."""
-        flat = tf.reshape(tensor, (self.tokens, *dims))
-        missing = self.count * self.size - self.tokens
-        if missing:
-            flat = tf.concat([flat, tf.fill((missing, *dims), tf.cast(fill, flat.dtype))], 0)
-        return tf.reshape(flat, (self.count, self.size, *dims))
-
-    def joined(self, tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-        """Invert `split`."""
-        flat = tf.reshape(tensor, (self.count * self.size, *tensor.shape[2:]))
-        return tf.reshape(flat if self.count * self.size == self.tokens else flat[: self.tokens], shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -363,9 +65,6 @@ class _NumbersOfTokens:
     total: tf.Tensor
     at_label: tf.Tensor
     best: tf.Tensor
-
-
-# --- the functions of a device -----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -406,193 +105,13 @@ def _labels_of(labels: tf.Tensor, head: Head, *, is_sparse: bool, dtype: tf.DTyp
     return _LabelsOfTokens(tensors=[places, tf.cast(has, dtype)], layouts=[layout, layout], is_sparse=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Device:
-    """What a device computes.
-
-    Attributes:
-        head: The projection.
-        chunks: The chunks of its tokens.
-        is_sparse: True for integer labels.
-        dtype: The dtype of the logits in the loss.
-    """
-
-    head: Head
-    chunks: _Chunks
-    is_sparse: bool
-    dtype: tf.DType
-
-    def _given(
-        self, tensors: Sequence[tf.Tensor]
-    ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """Return the chunks of the hidden states, the weights, the chunks of the labels, and what follows."""
-        first, weights, width = tensors[0], len(self.head.weights.tensors), tensors[0].shape[-1]
-        labels = (2 if self.head.axis is not None else 1) if self.is_sparse else 1
-        dims = () if self.is_sparse else (self.head.local_classes,)
-        given, rest = tensors[1 + weights :][:labels], tensors[1 + weights + labels :]
-        split = [self.chunks.split(each, *dims) for each in given]
-        return self.chunks.split(first, width), list(tensors[1 : 1 + weights]), split, list(rest)
-
-    def _logits(self, hidden: tf.Tensor, weights: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Return the logits of a chunk, and the tanh of the soft cap."""
-        logits = tf.matmul(hidden, weights[0], transpose_b=self.head.weights.transposed)
-        if len(weights) > 1:
-            logits = logits + weights[1]
-        cap = self.head.weights.soft_cap
-        if cap is None:
-            return tf.cast(logits, self.dtype), None
-        tanh = tf.tanh(logits / tf.cast(cap, logits.dtype))
-        return tf.cast(tanh * tf.cast(cap, logits.dtype), self.dtype), tanh
-
-    def _places(self, labels: tf.Tensor) -> tf.Tensor:
-        return tf.stack([tf.range(self.chunks.size, dtype=tf.int32), labels], -1)
-
-    def _at_labels(self, logits: tf.Tensor, labels: Sequence[tf.Tensor]) -> tf.Tensor:
-        if not self.is_sparse:
-            return tf.reduce_sum(labels[0] * logits, -1)
-        found = tf.gather_nd(logits, self._places(labels[0]))
-        return found if len(labels) == 1 else found * labels[1]
-
-    def _loop(
-        self,
-        body: Callable[[tf.Tensor], tuple[list[tf.Tensor], list[tf.Tensor]]],
-        kept: Sequence[tuple[tf.DType, tuple[int, ...]]],
-        sums: Sequence[tf.Tensor],
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Run a function of the number of a chunk.
-
-        Args:
-            body: Returns tensors to stack and tensors to sum.
-            kept: The dtype and shape of each tensor to stack.
-            sums: Zeros for each sum.
-
-        Returns:
-            The stacks and the sums.
-        """
-        count = self.chunks.count
-        arrays = [tf.TensorArray(dtype, count, element_shape=shape) for dtype, shape in kept]
-
-        def loop(number: tf.Tensor, arrays: Any, sums: Any) -> Any:
-            written, terms = body(number)
-            arrays = [array.write(number, each) for array, each in zip(arrays, written, strict=True)]
-            sums = [total + tf.cast(each, total.dtype) for total, each in zip(sums, terms, strict=True)]
-            return number + 1, arrays, sums
-
-        _, arrays, sums = tf.while_loop(
-            lambda number, *_: number < count, loop, (tf.constant(0), arrays, list(sums)), parallel_iterations=1,
-            maximum_iterations=count,
-        )  # fmt: skip
-        return [array.stack() for array in arrays], list(sums)
-
-    def forward(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        """Return the numbers of `_NumbersOfTokens`, each with the local shape of tokens."""
-        hidden, weights, labels, _ = self._given(tensors)
-
-        def body(number: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-            logits, _ = self._logits(tf.gather(hidden, number), weights)
-            most = tf.reduce_max(logits, -1)
-            at_label = self._at_labels(logits, [tf.gather(each, number) for each in labels])
-            best = tf.argmax(logits, -1, output_type=tf.int32)
-            # If all local classes are at -inf, so is `most`.
-            shift = tf.where(tf.math.is_finite(most), most, tf.zeros_like(most))
-            total = tf.reduce_sum(tf.exp(logits - shift[:, None]), -1)
-            return [most, total, at_label, best], []
-
-        kept = [(self.dtype, (self.chunks.size,))] * 3 + [(tf.int32, (self.chunks.size,))]
-        made, _ = self._loop(body, kept, [])
-        shape = tensors[0].shape[:-1]
-        return [self.chunks.joined(each, shape) for each in made]
-
-    def above(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        """Return how many local classes score above the label's class. The last argument is the label's logit."""
-        hidden, weights, _, (at_label,) = self._given(tensors)
-        at_label = self.chunks.split(at_label)
-
-        def body(number: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-            logits, _ = self._logits(tf.gather(hidden, number), weights)
-            is_above = logits > tf.gather(at_label, number)[:, None]
-            return [tf.reduce_sum(tf.cast(is_above, tf.float32), -1)], []
-
-        (made,), _ = self._loop(body, [(tf.float32, (self.chunks.size,))], [])
-        return [self.chunks.joined(made, tensors[0].shape[:-1])]
-
-    def backward(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        """Return the gradients of the hidden states and weights.
-
-        The last three arguments are `most` and `total`, and the gradient of the loss of each token.
-        """
-        hidden, weights, labels, (most, total, upstream) = self._given(tensors)
-        # The tokens that fill up the last chunk have shares of zero, also if their logits are large.
-        most = self.chunks.split(most, fill=self.dtype.max)
-        factor, upstream = self.chunks.split(upstream / total), self.chunks.split(upstream)
-        transposed, cap = self.head.weights.transposed, self.head.weights.soft_cap
-        exact = tf.float64 if self.dtype == tf.float64 else tf.float32
-
-        def body(number: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-            its = tf.gather(hidden, number)
-            logits, tanh = self._logits(its, weights)
-            up = tf.gather(upstream, number)
-            shares = tf.exp(logits - tf.gather(most, number)[:, None]) * tf.gather(factor, number)[:, None]
-            given = [tf.gather(each, number) for each in labels]
-            if self.is_sparse:
-                amounts = -up if len(given) == 1 else -up * given[1]
-                # In place, where TensorScatterSub might copy.
-                gradient = tf.raw_ops.ScatterNdNonAliasingAdd(
-                    input=shares, indices=self._places(given[0]), updates=amounts
-                )
-            else:
-                gradient = shares - given[0] * up[:, None]
-            gradient = tf.cast(gradient, its.dtype)
-            if tanh is not None and cap is not None:
-                gradient = gradient * (1 - tanh * tanh)
-            of_hidden = tf.matmul(gradient, weights[0], transpose_b=not transposed)
-            pair = (gradient, its) if transposed else (its, gradient)
-            terms = [tf.matmul(*pair, transpose_a=True)]
-            if len(weights) > 1:
-                terms.append(tf.reduce_sum(tf.cast(gradient, exact), 0))
-            return [of_hidden], terms
-
-        kept = [(hidden.dtype, (self.chunks.size, hidden.shape[-1]))]
-        zeros = [tf.zeros(each.shape, exact) for each in weights]
-        (of_hidden,), sums = self._loop(body, kept, zeros)
-        found = [tf.cast(total, each.dtype) for total, each in zip(sums, weights, strict=True)]
-        return [self.chunks.joined(of_hidden, tensors[0].shape), *found]
-
-
-def _called(function: Callable[..., list[tf.Tensor]], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Call a function of local tensors as one operation."""
-    expansions.allow_local("GatherNd", "ScatterNdNonAliasingAdd")
-
-    def local(*given: tf.Tensor) -> list[tf.Tensor]:
-        return function(*given)
-
-    local.__name__ = local_shards.NAME
-    with local_shards.scope(), _private.stop_recording():
-        specs = [tf.TensorSpec(each.shape, each.dtype) for each in tensors]
-        made: list[tf.Tensor] = list(tf.function(local, autograph=False).get_concrete_function(*specs)(*tensors))
-        return made
-
-
-def _entered(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return the local shard of a tensor."""
-    if not any(axes):
-        return transfer.replicate(tensor, mesh)
-    with local_shards.scope():
-        return local_shards.to_local(transfer.relayout(tensor, axes, mesh), axes, mesh)
-
-
-def _left(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return the global tensor of local shards."""
-    return local_shards.from_local(tensor, axes, mesh)
-
-
 def _summed(tensor: tf.Tensor, axis: str | None, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return the sum of local tensors over the devices of an axis, whose dims `axes` shard."""
     if axis is None:
-        return _left(tensor, axes, mesh)
+        return local_shards.from_local(tensor, axes, mesh)
     with local_shards.scope():
         stacked = tf.expand_dims(tensor, 0)
-    return tf.reduce_sum(_left(stacked, (axis, *axes), mesh), 0)
+    return tf.reduce_sum(local_shards.from_local(stacked, (axis, *axes), mesh), 0)
 
 
 # --- losses ------------------------------------------------------------------------------------------
@@ -663,7 +182,7 @@ class _Pass:
     """
 
     head: Head
-    device: _Device
+    device: ChunkedLogits
     places: list[tf.Tensor]
     shares: tf.Tensor | None
 
@@ -674,30 +193,47 @@ class _Pass:
         if key not in head.passes:
             with _private.stop_recording():
                 head.passes[key] = cls._made(head, labels, dtype, is_sparse)
-        return head.passes[key]
+        found: _Pass = head.passes[key]
+        return found
 
     @classmethod
     def _made(cls, head: Head, labels: tf.Tensor, dtype: tf.DType, is_sparse: bool) -> "_Pass":
         given = _labels_of(labels, head, is_sparse=is_sparse, dtype=dtype)
-        places = [_entered(*each, head.mesh) for each in zip(given.tensors, given.layouts, strict=True)]
+        places = [local_shards.local_shard(*each, head.mesh) for each in zip(given.tensors, given.layouts, strict=True)]
         if is_sparse and head.axis is not None:
             with local_shards.scope():
                 places = [tf.squeeze(each, 0) for each in places]
         return cls(
             head=head,
-            device=_Device(head=head, chunks=head.chunks(), is_sparse=is_sparse, dtype=dtype),
+            device=ChunkedLogits(
+                chunks=head.chunks(),
+                classes=head.local_classes,
+                is_shared=head.axis is not None,
+                is_sparse=is_sparse,
+                transposed=head.weights.transposed,
+                has_bias=head.weights.bias is not None,
+                soft_cap=head.weights.soft_cap,
+                dtype=dtype,
+                compiled=head.call.compiled,
+            ),
             places=places,
             shares=None if is_sparse else tf.reduce_sum(given.tensors[0], -1),
         )
+
+    def _run(self, function: str, *more: tf.Tensor) -> list[tf.Tensor]:
+        """Run a function on each device."""
+        head = self.head
+        tensors = [*head.entered, *self.places, *more]
+        return self.device.run(function, tensors, head.mesh)
 
     @functools.cached_property
     def statistics(self) -> "_NumbersOfTokens":
         """The statistics of the logits of all classes."""
         head, mesh = self.head, self.head.mesh
         with _private.stop_recording():
-            local = _called(self.device.forward, [*head.entered, *self.places])
+            local = self._run("forward")
             if head.axis is None:
-                most, total, at_label, best = (_left(each, head.token_layout, mesh) for each in local)
+                most, total, at_label, best = (local_shards.from_local(each, head.token_layout, mesh) for each in local)
                 return _NumbersOfTokens(most=most, total=total, at_label=at_label, best=best)
             mosts, totals, at_labels, bests = (_by_device(each, head) for each in local)
             most = tf.reduce_max(mosts, 0)
@@ -715,17 +251,19 @@ class _Pass:
         """Return how many classes of each token score above the class of its label."""
         head = self.head
         with _private.stop_recording():
-            at_label = _entered(self.statistics.at_label, head.token_layout, head.mesh)
-            (local,) = _called(self.device.above, [*head.entered, *self.places, at_label])
+            at_label = local_shards.local_shard(self.statistics.at_label, head.token_layout, head.mesh)
+            (local,) = self._run("above", at_label)
             if head.axis is None:
-                return _left(local, head.token_layout, head.mesh)
+                return local_shards.from_local(local, head.token_layout, head.mesh)
             return tf.reduce_sum(_by_device(local, head), 0)
 
     def gradients(self, upstream: tf.Tensor) -> list[tf.Tensor]:
         """Return the gradients of the hidden states and the weights."""
         head, mesh, found = self.head, self.head.mesh, self.statistics
-        numbers = [_entered(each, head.token_layout, mesh) for each in (found.most, found.total, upstream)]
-        of_hidden, *of_weights = _called(self.device.backward, [*head.entered, *self.places, *numbers])
+        numbers = [
+            local_shards.local_shard(each, head.token_layout, mesh) for each in (found.most, found.total, upstream)
+        ]
+        of_hidden, *of_weights = self._run("backward", *numbers)
         return [
             _summed(of_hidden, head.axis, head.layouts[0], mesh),
             *(_summed(each, head.data, axes, mesh) for each, axes in zip(of_weights, head.layouts[1:], strict=True)),
@@ -736,7 +274,7 @@ def _by_device(local: tf.Tensor, head: Head) -> tf.Tensor:
     """Return the numbers of all devices that share the classes: `(devices, ...)`, each device with its tokens."""
     with local_shards.scope():
         row = tf.expand_dims(local, 0)
-    made = _left(row, (head.axis, *head.token_layout), head.mesh)
+    made = local_shards.from_local(row, (head.axis, *head.token_layout), head.mesh)
     return transfer.relayout(made, (None, *head.token_layout), head.mesh)
 
 

@@ -601,11 +601,7 @@ class _TracedCall:
         local = _locals_of(tensor).get(("local", tensor.ref(), layout))
         if local is not None:
             return local[0]
-        tensor = transfer.relayout(tensor, layout, self._mesh)
-        if not any(layout):
-            return tensor
-        with local_shards.scope():
-            return local_shards.to_local(tensor, layout, self._mesh)
+        return local_shards.local_shard(tensor, layout, self._mesh)
 
     def _left(self, tensor: tf.Tensor, sharding: Sharding, summed: Sequence[str] = ()) -> tf.Tensor:
         """Return the global tensor of a program's local result: the sum over some axes, or over partial sums."""

@@ -126,7 +126,7 @@ HEAD = Change(
     of="Dense layers and reversible embeddings, with `chunked_cross_entropy`",
     attribute="call",
     why="records its input and weights, from which the loss computes logits by chunks of tokens",
-    module="chunked_cross_entropy",
+    module="projection_heads",
     knows_mesh=True,
 )
 REMAT = Change(

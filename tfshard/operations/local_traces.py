@@ -87,7 +87,8 @@ class LocalTrace:
 
         Under mixed precision a variable is cast before it is gathered, which sends fewer bytes.
         """
-        return [_only_cast(value) or value for _, value in self.variables.reads.values()]
+        casts = [(_only_cast(value), value) for _, value in self.variables.reads.values()]
+        return [value if cast is None else cast for cast, value in casts]
 
 
 def masks_of(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

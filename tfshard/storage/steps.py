@@ -126,7 +126,7 @@ class Step:
         reduce_gradient: As in the arguments.
         batch: The shapes of the step's batch, and its microbatch.
         blocks: Records blocks of the forward pass.
-        heads: The last projections of models, by their logits (`operations.chunked_cross_entropy`).
+        heads: The last projections of models, by their logits (`operations.projection_heads`).
         reads: The reads.
         writes: The writes.
     """

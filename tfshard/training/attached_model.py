@@ -22,13 +22,13 @@ from tfshard.operations import (
     adapters,
     attention,
     blocks,
-    chunked_cross_entropy,
     compiled_blocks,
     compiled_updates,
     convolution,
     layer_patch,
     lookups,
     loops,
+    projection_heads,
     sequence,
     unsupported,
     vocabulary,
@@ -343,7 +343,9 @@ class AttachedModel:
         if self.strategy.config.sequence_parallel:
             sequence.install(model, mesh)
         if self.strategy.config.chunked_cross_entropy is not None:
-            chunked_cross_entropy.install(model, mesh, self.strategy.config.chunked_cross_entropy)
+            projection_heads.install(
+                model, mesh, self.strategy.config.chunked_cross_entropy, compiled=self.compiles_blocks
+            )
         if self.compiles_blocks:
             compiled_blocks.install(model, mesh, warns=self.warns_of_blocks)
         else:
