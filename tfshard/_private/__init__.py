@@ -114,6 +114,7 @@ from tfshard._private.graphs import (
     traced_arguments,
     unknown_zero,
     update_input,
+    with_gradient,
     with_gradient_to,
 )
 from tfshard._private.instance_keys import instance_keys
@@ -368,6 +369,7 @@ __all__ = [
     "stateful_operations",
     "stablehlo",
     "stop_recording",
+    "with_gradient",
     "could_record",
     "structure",
     "symbolic_build",

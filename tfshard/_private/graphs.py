@@ -97,6 +97,24 @@ def stop_recording() -> contextlib.AbstractContextManager[None]:
     return context
 
 
+def with_gradient(
+    function: Callable[..., tuple[list[tf.Tensor], Callable[..., list[tf.Tensor | None]]]], tensors: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Call a function with a custom gradient, as `tf.custom_gradient` does, for gradient tapes only.
+
+    `tf.custom_gradient` adds an operation that takes all tensors. This function adds none, so that tensors that the
+    function does not use need not be computed (`record.record_operation`).
+
+    Args:
+        function: Returns its results, and a function of their gradients that returns the gradients of `tensors`.
+        tensors: The arguments.
+    """
+    with stop_recording():
+        results, gradient = function(*tensors)
+    _record.record_operation(getattr(function, "__name__", "function"), results, list(tensors), gradient)
+    return results
+
+
 def is_stateful(operation: tf.Operation) -> bool:
     """Return whether an operation has side effects, such as drawing random numbers or writing (`op_def_registry.get`).
 

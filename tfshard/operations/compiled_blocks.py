@@ -30,11 +30,21 @@ from tfshard.devices import local_shards, transfer
 from tfshard.errors import UnsupportedOperationError, warn
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import block_pieces, blocks, layer_patch, local_traces, programs, row_proof, samples
+from tfshard.operations import (
+    block_pieces,
+    block_spans,
+    blocks,
+    layer_patch,
+    local_traces,
+    programs,
+    row_proof,
+    samples,
+)
 from tfshard.operations.block_pieces import Piece, Sharding, TracedBlock
+from tfshard.operations.block_spans import Span
 from tfshard.operations.layer_patch import COMPILED
 from tfshard.operations.local_traces import LocalTrace
-from tfshard.operations.programs import Program
+from tfshard.operations.programs import Pack, Program
 from tfshard.operations.row_proof import NotByRowsError
 from tfshard.storage import steps
 from tfshard.storage.recomputing import PRODUCTS
@@ -185,7 +195,9 @@ class _Pair:
         made: For each output, the number of its tensor in the trace.
         results: The sharding of each output.
         upstreams: The numbers of the outputs that have a gradient.
-        gradients: The numbers of the inputs that have a gradient.
+        gradients: The numbers of the inputs that have a gradient, but for packed inputs.
+        packs: The packed inputs.
+        packed_gradients: The numbers of the packs that have a gradient.
         is_sharded: True if each device along the model axis computes a share.
     """
 
@@ -197,6 +209,8 @@ class _Pair:
     results: list[Sharding]
     upstreams: list[int]
     gradients: list[int]
+    packs: list[Pack]
+    packed_gradients: list[int]
     is_sharded: bool
 
     @property
@@ -329,6 +343,14 @@ class _TracedCall:
             found.append(dims[0] if dims else None)
         return found
 
+    @functools.cached_property
+    def _spans(self) -> list[Span]:
+        """The weights that lie side by side in groups. None, if the model axis shards weights of the block."""
+        if any(each is not None for each in self._places()):
+            return []
+        trace = self._trace
+        return block_spans.find(list(trace.variables.reads.values()), trace.read, len(trace.arguments))
+
     def is_worth(self, least: int) -> bool:
         """Return whether the call has at least some number of operations, and looks up no rows of a variable.
 
@@ -363,6 +385,7 @@ class _TracedCall:
             self._mesh.device_type(),
             kept,
             records,
+            tuple(each.pack for each in self._spans),
         )
         gradients = None
         if records and programs.has_custom_gradients(trace.operations):
@@ -431,27 +454,35 @@ class _TracedCall:
 
     def _lowered(self, piece: Piece, records: bool, kept: frozenset[str]) -> _Pair:
         gradients = _differentiated(piece) if records else _Gradients()
-        targets, upstreams = [each for _, each in gradients.targets], [each for _, each in gradients.upstreams]
-        saved = _saved(piece, targets, kept)
-        outputs = list(piece.outputs)
+        upstreams = [each for _, each in gradients.upstreams]
+        saved = _saved(piece, [each for _, each in gradients.targets], kept)
+        outputs, packs = list(piece.outputs), [each.pack for each in self._spans]
+        packed = {number: place for place, pack in enumerate(packs) for number in pack.numbers}
         has_samples = any(each.data is not None for each in piece.given)
+        found = dict(gradients.targets)
+        numbers = [number for number in found if number not in packed]
+        packed_gradients = sorted({packed[number] for number in found if number in packed})
         # The local gradients of a weight become one tensor with a row for each device, and so do partial sums.
         with piece.graph.as_default(), _private.stop_recording():
-            for place, (number, _) in enumerate(gradients.targets):
+            targets = [found[number] for number in numbers]
+            targets += [block_spans.joined(found, packs[place], piece.inputs) for place in packed_gradients]
+            for place, number in enumerate([*numbers, *(packs[each].numbers[0] for each in packed_gradients)]):
                 for _ in self._summed(piece.given[number], has_samples, piece.is_sharded):
                     targets[place] = tf.expand_dims(targets[place], 0)
             for number, sharding in enumerate(piece.results):
                 if sharding.is_partial:
                     outputs[number] = tf.expand_dims(outputs[number], 0)
         return _Pair(
-            forward=self._program(piece.inputs, [*outputs, *saved]),
-            backward=self._program([*piece.inputs, *saved, *upstreams], targets) if targets else None,
+            forward=self._program(piece.inputs, [*outputs, *saved], packs),
+            backward=self._program([*piece.inputs, *saved, *upstreams], targets, packs) if targets else None,
             taken=piece.taken,
             given=piece.given,
             made=piece.made,
             results=piece.results,
             upstreams=[number for number, _ in gradients.upstreams],
-            gradients=[number for number, _ in gradients.targets],
+            gradients=numbers,
+            packs=packs,
+            packed_gradients=packed_gradients,
             is_sharded=piece.is_sharded,
         )
 
@@ -461,9 +492,9 @@ class _TracedCall:
         over_model = [self._model] if is_sharded and given.model is None else []
         return [axis for axis in (*over_data, *over_model) if axis is not None]
 
-    def _program(self, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> Program:
+    def _program(self, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], packs: Sequence[Pack]) -> Program:
         try:
-            return programs.lower(inputs, outputs, self._mesh)
+            return programs.lower(inputs, outputs, self._mesh, packs=packs)
         except programs.NotCompiledError as error:
             raise NotByRowsError(f"XLA cannot compile it. {error}") from error
 
@@ -513,8 +544,17 @@ class _TracedCall:
         """Add the programs to the step, and return what the layer's call returns."""
         trace = self._trace
         numbers = block_pieces.numbered(trace.operations)
-        values = [variable.value() for variable, _ in trace.variables.reads.values()]
-        variables = [tf.cast(value, taken.dtype) for value, taken in zip(values, trace.read, strict=True)]
+        in_spans = {number for span in self._spans for number in span.pack.numbers}
+        values, variables = [], []
+        for number, ((variable, _), taken) in enumerate(
+            zip(trace.variables.reads.values(), trace.read, strict=True), len(trace.arguments)
+        ):
+            if number in in_spans:
+                values.append(variable.read_in_span())
+                variables.append(values[-1])
+            else:
+                values.append(variable.value())
+                variables.append(tf.cast(values[-1], taken.dtype))
         captured = [tf.convert_to_tensor(outer) for outer, _ in trace.captured]
         outside = self._outside(values, captured)
         shardings = {number: each for pair in pairs for number, each in zip(pair.taken, pair.given, strict=True)}
@@ -543,10 +583,18 @@ class _TracedCall:
         """Run the forward program, and the backward program where a gradient is taken."""
         count = len(pair.results)
         locals_: list[tf.Tensor] = []
+        packed = {number for pack in pair.packs for number in pack.numbers}
+        flat: list[tf.Tensor] = []
 
-        def forward(tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-            entered = [self._entered(each, place) for each, place in zip(tensors, pair.given, strict=True)]
-            results = pair.forward.call(entered)
+        def forward(
+            tensors: Sequence[tf.Tensor],
+        ) -> tuple[list[tf.Tensor], list[tf.Tensor | None], list[tf.Tensor]]:
+            entered = [
+                None if number in packed else self._entered(each, place)
+                for number, (each, place) in enumerate(zip(tensors, pair.given, strict=True))
+            ]
+            flat[:] = [self._entered(each.value(), Sharding()) for each in self._spans]
+            results = pair.forward.call([*entered, *flat])
             made, saved = results[:count], results[count:]
             locals_[:] = made
             left = [self._left(*each) for each in zip(made, pair.results, strict=True)]
@@ -560,23 +608,33 @@ class _TracedCall:
                 if pair.backward is None:
                     return found
                 ups = [self._upstream(upstreams[n], pair.results[n], pair.has_samples) for n in pair.upstreams]
-                made = self._called_once(pair.backward, [*entered, *saved, *ups])
-                for number, gradient in zip(pair.gradients, made, strict=True):
+                made = self._called_once(pair.backward, [*entered, *saved, *ups, *flat])
+                for number, gradient in zip(pair.gradients, made, strict=False):
                     found[number] = self._gradient(gradient, pair.given[number], pair)
+                for place, gradient in zip(pair.packed_gradients, made[len(pair.gradients) :], strict=True):
+                    parts = self._spans[place].gradients(self._gradient(gradient, Sharding(), pair))
+                    for number, part in zip(pair.packs[place].numbers, parts, strict=True):
+                        found[number] = part
                 return found
 
             return left, backward
 
         records = _private.could_record()
-        results = list(tf.custom_gradient(differentiable)(*given)) if records else forward(given)[0]
+        if not records:
+            results = forward(given)[0]
+        elif pair.packs:
+            results = _private.with_gradient(differentiable, given)
+        else:
+            results = list(tf.custom_gradient(differentiable)(*given))
         for result, local, sharding in zip(results, locals_, pair.results, strict=True):
             self._note_local(result, local, sharding)
         return results
 
-    def _called_once(self, program: Program, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _called_once(self, program: Program, inputs: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
         """Run a backward program. Its result has no gradient."""
         if not _private.could_record():
             return program.call(inputs)
+        given = [each for each in inputs if each is not None]
 
         def refuse(*_: tf.Tensor) -> Any:
             raise UnsupportedOperationError(
@@ -584,7 +642,11 @@ class _TracedCall:
                 "without jit_compile=True."
             )
 
-        return list(tf.custom_gradient(lambda *tensors: (program.call(tensors), refuse))(*inputs))
+        def run(*tensors: tf.Tensor) -> Any:
+            left = iter(tensors)
+            return program.call([None if each is None else next(left) for each in inputs]), refuse
+
+        return list(tf.custom_gradient(run)(*given))
 
     def _layout(self, rank: int, sharding: Sharding, summed: Sequence[str] = ()) -> Axes:
         """Return the layout of a tensor, with a row for each device of some axes in front."""

@@ -26,6 +26,29 @@ class NotCompiledError(Exception):
     """XLA cannot compile a part of a graph. The message is the reason."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pack:
+    """Inputs of a program that come in one flat operand, one behind the other.
+
+    Attributes:
+        numbers: The numbers of the inputs.
+        sizes: The elements of each input.
+    """
+
+    numbers: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """The elements of the operand."""
+        return sum(self.sizes)
+
+    def split(self, flat: tf.Tensor, shapes: Iterable[Sequence[int]]) -> list[tf.Tensor]:
+        """Return the inputs, in their shapes, from the operand."""
+        parts = tf.split(flat, self.sizes) if len(self.sizes) > 1 else [flat]
+        return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A compiled part of a graph.
@@ -33,7 +56,7 @@ class Program:
     Attributes:
         module: The serialized StableHLO module.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
-        used: The numbers of the given inputs that the program takes.
+        used: The numbers of the given inputs, and of the packs behind them, that the program takes.
         results: The local shape and dtype of each result.
     """
 
@@ -42,11 +65,12 @@ class Program:
     used: tuple[int, ...]
     results: tuple[tf.TensorSpec, ...]
 
-    def call(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def call(self, inputs: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
         """Run the program in a step that is traced, and return its local results, in their local shapes.
 
         Args:
-            inputs: A local tensor, or one in a parted layout, for each input that was given to `lower`.
+            inputs: A local tensor, or one in a parted layout, for each input that was given to `lower`, and then for
+                each pack. Inputs in packs may be None.
         """
         _allow_calls()
         return _private.call_stablehlo(
@@ -104,7 +128,12 @@ def _allow_calls() -> None:
 
 
 def lower(
-    inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], mesh: dtensor.Mesh, *, takes_parted: bool = False
+    inputs: Sequence[tf.Tensor],
+    outputs: Sequence[tf.Tensor],
+    mesh: dtensor.Mesh,
+    *,
+    packs: Sequence[Pack] = (),
+    takes_parted: bool = False,
 ) -> Program:
     """Make a program that computes tensors of a graph from other tensors of the graph, and begin to compile it.
 
@@ -112,6 +141,7 @@ def lower(
         inputs: The tensors that are known.
         outputs: The tensors to compute. Each follows from the inputs and from constants.
         mesh: The mesh of the step.
+        packs: Inputs that come packed.
         takes_parted: True if the step gives the program tensors in parted layouts (`local_shards.parted`).
 
     Raises:
@@ -119,10 +149,19 @@ def lower(
     """
     order = between(inputs, outputs)
     taken = {each.ref() for operation in order for each in operation.inputs} | {each.ref() for each in outputs}
-    used = tuple(number for number, each in enumerate(inputs) if each.ref() in taken)
+    needed = {number for number, each in enumerate(inputs) if each.ref() in taken}
+    behind = [len(inputs) + number for number, pack in enumerate(packs) if needed & set(pack.numbers)]
+    used = (*sorted(needed.difference(*(pack.numbers for pack in packs))), *behind)
 
     def program(*arguments: tf.Tensor) -> list[tf.Tensor]:
-        made = {inputs[number].ref(): argument for number, argument in zip(used, arguments, strict=True)}
+        made: dict[Hashable, tf.Tensor] = {}
+        for number, argument in zip(used, arguments, strict=True):
+            if number < len(inputs):
+                made[inputs[number].ref()] = argument
+                continue
+            pack = packs[number - len(inputs)]
+            parts = pack.split(argument, [inputs[each].shape for each in pack.numbers])
+            made |= {inputs[each].ref(): part for each, part in zip(pack.numbers, parts, strict=True)}
         graph = tf.compat.v1.get_default_graph()
         for operation in order:
             copies = _private.copied(operation, [made[each.ref()] for each in operation.inputs], graph=graph)
@@ -131,7 +170,11 @@ def lower(
         # An input that is returned as it is has to be a result of an operation.
         return [tf.identity(made[each.ref()]) for each in outputs]
 
-    specs = [tf.TensorSpec(inputs[number].shape, inputs[number].dtype) for number in used]
+    # No rewrite rule for global tensors applies.
+    program.__name__ = local_shards.NAME
+    given = [tf.TensorSpec(each.shape, each.dtype) for each in inputs]
+    given += [tf.TensorSpec([pack.length], inputs[pack.numbers[0]].dtype) for pack in packs]
+    specs = [given[number] for number in used]
     try:
         module = _private.stablehlo(program, specs, mesh.device_type())
     except (tf.errors.OpError, NotImplementedError, ValueError, TypeError) as error:

@@ -13,6 +13,7 @@ The words: *values* are the members' full values, in their shapes. The *buffer* 
 import abc
 import dataclasses
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -197,10 +198,19 @@ class StorageFormat(abc.ABC):
 
     # --- updates of the buffer: of packed formats -----------------------------------------------------
 
-    def pack_gradients(self, gradients: Sequence[tf.Tensor | None], dtype: tf.DType) -> tf.Tensor:
+    def pack_gradients(
+        self,
+        gradients: Sequence[tf.Tensor | None],
+        dtype: tf.DType,
+        spans: Mapping[int, tuple[tf.Tensor, int]] = types.MappingProxyType({}),
+    ) -> tf.Tensor:
         """Pack full gradients, in the members' shapes, into one tensor in the update layout of the buffer.
 
-        Zeros replace None.
+        Args:
+            gradients: The gradient of each member. Zeros replace None.
+            dtype: Their dtype.
+            spans: Flat gradients of several members that follow each other, and the number of the members, by the
+                number of the first member. They replace the gradients of these members.
         """
         raise AssertionError("Its member is updated separately.")
 
@@ -353,12 +363,17 @@ class Flat(StorageFormat):
     def pack(self, written: Mapping[int, tf.Tensor], read: Callable[[int], tf.Tensor]) -> tf.Tensor:
         return self._join([read(i) for i in range(len(self.members))])
 
-    def pack_gradients(self, gradients: Sequence[tf.Tensor | None], dtype: tf.DType) -> tf.Tensor:
+    def pack_gradients(
+        self,
+        gradients: Sequence[tf.Tensor | None],
+        dtype: tf.DType,
+        spans: Mapping[int, tuple[tf.Tensor, int]] = types.MappingProxyType({}),
+    ) -> tf.Tensor:
         filled = [
             transfer.zeros(member.shape, dtype, member.compute, self.mesh) if gradient is None else gradient
             for gradient, member in zip(gradients, self.members, strict=True)
         ]
-        buffer = self._join(filled)
+        buffer = self._join(filled, spans)
         if self.update == self.gathered or self._has_replicas:
             return self._brought(buffer, self.update)
         return transfer.scatter(buffer, self.update, self.mesh)
@@ -388,13 +403,24 @@ class Flat(StorageFormat):
     def for_update(self, stored: tf.Tensor) -> tf.Tensor:
         return self.decode(self._brought(stored, self.update))
 
-    def _join(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _join(
+        self,
+        values: Sequence[tf.Tensor],
+        spans: Mapping[int, tuple[tf.Tensor, int]] = types.MappingProxyType({}),
+    ) -> tf.Tensor:
         """Join members to the buffer, gathered over the batch axis, with zeros between and behind the members."""
         form, model = self._form, self._model_axes
-        parts, end = [], 0
-        for value, place in zip(values, form.members, strict=True):
+        parts, end, joined = [], 0, 0
+        for number, (value, place) in enumerate(zip(values, form.members, strict=True)):
+            if number < joined:
+                continue
             if place.offset > end:
                 parts.append(self._zeros(place.offset - end, value.dtype))
+            if number in spans:
+                flat, count = spans[number]
+                joined, end = number + count, form.members[number + count - 1].end
+                parts.append(self._pin(flat, (*model, None)))
+                continue
             parts.append(self._to_part(value, place, self._pin))
             end = place.end
         if form.padding:
@@ -418,6 +444,16 @@ class Flat(StorageFormat):
 
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
         return self._from_line(gathered, self._form.members[member], self._pin)
+
+    def places(self) -> tuple[FlatMember, ...] | None:
+        """Return where the elements of each member are in the line; None if model axes shard the members."""
+        return None if self._model_axes else self._form.members
+
+    def span(self, gathered: tf.Tensor, start: int, end: int) -> tf.Tensor:
+        """Return elements of the line, of several members that follow each other, from the result of `gather`."""
+        if (start, end) == (0, self._in_line[-1]):
+            return gathered
+        return self._pin(gathered[start:end], (None,))
 
     def _from_line(self, line: tf.Tensor, place: FlatMember, pin: Pin) -> tf.Tensor:
         """Return the value of a member from the line."""

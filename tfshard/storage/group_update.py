@@ -48,6 +48,7 @@ class UpdateBatch:
         self._run_update = run
         self._since = 0 if self.graph is None else len(self.graph.get_operations())
         self._pending: dict[Storage, list[_PendingUpdate]] = {}
+        self._noted: set[Hashable] = set()
         self._functions: dict[Storage, tuple[Callable[..., Any], keras.optimizers.Optimizer]] = {}
 
     def __enter__(self) -> "UpdateBatch":
@@ -71,6 +72,12 @@ class UpdateBatch:
         """Record an update with a gradient that is reduced together with others."""
         if self.graph is None or self.graph is not self._step.graph:
             return  # The inputs of a branch exist when it begins.
+        span = self._step.record.gradient_spans.get(tensor.ref())
+        if span is not None:
+            tensor = span.flat
+            if tensor.ref() in self._noted:
+                return
+            self._noted.add(tensor.ref())
         is_sum = tensor.op.type in ("AddN", "AddV2")
         if joins_reduction(variable.layout, axis_sizes(variable.mesh), is_sum=is_sum):
             self._step.note_update(JointUpdate(storage=variable.storage, gradient=tensor, since=self._since))
@@ -177,8 +184,20 @@ def _pack_args(storage: Storage, updates: list[_PendingUpdate]) -> list[Any]:
             packed.append(first)
             continue
         gradients = [given.get(i) for i in range(len(storage.format.members))]
-        packed.append(storage.format.pack_gradients(gradients, first.dtype))
+        packed.append(storage.format.pack_gradients(gradients, first.dtype, _spans(storage, gradients)))
     return packed
+
+
+def _spans(storage: Storage, gradients: Sequence[tf.Tensor | None]) -> dict[int, tuple[tf.Tensor, int]]:
+    """Return the flat gradients whose parts are gradients of members, and their numbers of members."""
+    step, found = steps.current(), {}
+    for number, gradient in enumerate(gradients):
+        span = None if step is None or gradient is None else step.record.gradient_spans.get(gradient.ref())
+        if span is not None and span.storage is storage and span.first == number:
+            given = gradients[number : number + len(span.parts)]
+            if all(one is other for one, other in zip(given, span.parts, strict=True)):
+                found[number] = span.flat, len(span.parts)
+    return found
 
 
 def _is_tensor(value: Any) -> bool:

@@ -257,6 +257,7 @@ class Step:
             The new stored values.
         """
         record = self.record
+        record.note_unused_members()
         record.writes = self.writes.take()
         record.values = {storage: storage.as_stored(each) for storage, each in record.writes.items()}
         record.updated = {storage: slot_reads.new_value(storage, each) for storage, each in record.writes.items()}

@@ -16,7 +16,7 @@ from tfshard.devices import host_meshes, messages, transfer
 from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
 from tfshard.storage import barrier, initial_values, left_buffers, steps
-from tfshard.storage.formats import StorageFormat
+from tfshard.storage.formats import Flat, StorageFormat
 from tfshard.storage.graph_edits import OpInput, adding_to
 from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.steps import Gathered
@@ -367,6 +367,16 @@ class Storage:
             self._last_full[key] = value
         return value
 
+    def full_span(self, start: int, end: int) -> tf.Tensor:
+        """Return full elements of a flat form, `start` to `end` of its line, as a flat tensor. No member was written
+        since the step began."""
+        recorded = self.recorded()
+        assert isinstance(self.format, Flat), "The caller asks for the places of members."
+        assert recorded is None or not recorded.written, "The caller checks it."
+        graph = self._graph_of(recorded)
+        with adding_to(graph):
+            return self.format.span(self._gathered(recorded, graph), start, end)
+
     def invalidate(self, what: str) -> None:
         """Free the memory of a storage that its variables have left. A function that still reads the storage fails.
 
@@ -386,14 +396,20 @@ class Storage:
         # Each write to a member changes the id of `recorded`. The values of the other members change with the base
         # only.
         base = None if recorded is None else recorded.base
-        key = (self, None if base is None else id(base))
-        if (key, member) not in cache:
+        key = (self, None if base is None else id(base), member)
+        if key not in cache:
             with adding_to(graph):
-                if key not in cache:
-                    stored = self.read_stored() if base is None else self.format.encode(base)
-                    cache[key] = (self.format.gather(stored), base)
-                cache[key, member] = (self.format.read(cache[key][0], member), base)
-        return cache[key, member][0]
+                cache[key] = (self.format.read(self._gathered(recorded, graph), member), base)
+        return cache[key][0]
+
+    def _gathered(self, recorded: Recorded | None, graph: tf.Graph | None) -> tf.Tensor:
+        """Return the tensor from which members are read (`StorageFormat.gather`)."""
+        cache, base = self._cache(graph), None if recorded is None else recorded.base
+        key = (self, None if base is None else id(base))
+        if key not in cache:
+            stored = self.read_stored() if base is None else self.format.encode(base)
+            cache[key] = (self.format.gather(stored), base)
+        return cache[key][0]
 
     def _written(self, value: tf.Tensor, member: int) -> tf.Tensor:
         """Return the value that was written to a member, as a read gives it. No gradient flows back through an

@@ -235,6 +235,25 @@ class ShardedVariable(VariableSurface):
                 note_kind=self._note_kind(),
             )
 
+    def read_in_span(self) -> tf.Tensor:
+        """Note a read of the full value as a part of `Storage.full_span`.
+
+        Returns:
+            The tensor by which tapes differentiate. Its gradient is summed over the devices, in the compute layout.
+        """
+        member, step = self.storage.full_value(self.member), steps.current()
+        if step is not None:
+            step.record.span_members.append(member)
+        self._note_read(member)
+        if self._trainable:
+            _private.record_variable_access(self)
+            self._note_kind()(False)
+        return member
+
+    def is_reduced_by_dtensor(self) -> bool:
+        """Return whether DTensor reduces the gradient of a read in the open step, and nothing else changes it."""
+        return self._local_gradient() is None
+
     def _note_read(self, tensor_or_handle: tf.Tensor) -> None:
         step = steps.current()
         if step is not None and self._trainable:
