@@ -544,19 +544,15 @@ class _TracedCall:
         """Add the programs to the step, and return what the layer's call returns."""
         trace = self._trace
         numbers = block_pieces.numbered(trace.operations)
-        in_spans = {number for span in self._spans for number in span.pack.numbers}
-        values, variables = [], []
-        for number, ((variable, _), taken) in enumerate(
-            zip(trace.variables.reads.values(), trace.read, strict=True), len(trace.arguments)
-        ):
-            if number in in_spans:
-                values.append(variable.read_in_span())
-                variables.append(values[-1])
-            else:
-                values.append(variable.value())
-                variables.append(tf.cast(values[-1], taken.dtype))
         captured = [tf.convert_to_tensor(outer) for outer, _ in trace.captured]
-        outside = self._outside(values, captured)
+        outside = self._outside(captured)
+        in_spans = {number for span in self._spans for number in span.pack.numbers}
+        variables = [
+            variable.read_in_span() if number in in_spans else tf.cast(variable.value(), taken.dtype)
+            for number, ((variable, _), taken) in enumerate(
+                zip(trace.variables.reads.values(), trace.read, strict=True), len(trace.arguments)
+            )
+        ]
         shardings = {number: each for pair in pairs for number, each in zip(pair.taken, pair.given, strict=True)}
         drawn = [self._draw(each, outside, shardings.get(numbers[each.ref()], Sharding())) for each in trace.drawn]
         written = [(variable, outside.made(value)) for variable, value in trace.variables.writes.values()]
@@ -698,15 +694,19 @@ class _TracedCall:
         if any(layout) and not sharding.is_partial:
             _locals_of(tensor)["local", tensor.ref(), layout] = local, None
 
-    def _outside(self, values: Sequence[tf.Tensor], captured: Sequence[tf.Tensor]) -> "_Outside":
+    def _outside(self, captured: Sequence[tf.Tensor]) -> "_Outside":
         trace = self._trace
         known = {
             inner.ref(): outer
             for inner, outer, has in zip(trace.arguments, self._given, self._are_samples, strict=True)
             if not has
         }
-        placeholders = [*(each for _, each in trace.variables.reads.values()), *(inner for _, inner in trace.captured)]
-        known |= {inner.ref(): outer for inner, outer in zip(placeholders, [*values, *captured], strict=True)}
+        known |= {inner.ref(): outer for (_, inner), outer in zip(trace.captured, captured, strict=True)}
+        wanted = [each for tensor in trace.drawn for each in tensor.op.inputs[1:]] + trace.written
+        needed = set(programs.between([], wanted))
+        for variable, inner in trace.variables.reads.values():
+            if inner.op in needed:
+                known[inner.ref()] = variable.value()
         return _Outside(known)
 
     def _draw(self, tensor: tf.Tensor, outside: "_Outside", sharding: Sharding) -> tf.Tensor:

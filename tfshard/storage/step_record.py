@@ -93,10 +93,6 @@ class PendingGradient:
     is_scattered: bool
 
 
-# The operations between the gathered buffer of a group and a member.
-_CUTTING = frozenset(("Relayout", "Reshape", "StridedSlice"))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class GradientSpan:
     """A flat gradient of members of a group that follow each other.
@@ -165,7 +161,6 @@ class StepRecord:
         operations: The operations of the graph, in the order in which they should run; None before
             `recompute_blocks` adds copies.
         gradient_spans: The flat gradient that holds the gradient of a member of a group, by the latter.
-        span_members: Members of groups that a flat read may have left without users.
         unused: Operations whose results the step does not use. They are no uses of stored values.
         takers: For each storage, the inputs of operations that take the new value from the storage once it is written.
         token: The sum of the tokens, for the caller to use, if the step writes nothing.
@@ -190,7 +185,6 @@ class StepRecord:
     values: dict[Writable, tf.Tensor] = dataclasses.field(default_factory=dict)
     operations: list[tf.Operation] | None = None
     gradient_spans: dict[Hashable, GradientSpan] = dataclasses.field(default_factory=dict)
-    span_members: list[tf.Tensor] = dataclasses.field(default_factory=list)
     unused: set[tf.Operation] = dataclasses.field(default_factory=set)
     takers: dict[Writable, list[OpInput]] = dataclasses.field(default_factory=dict)
     token: tf.Tensor | None = None
@@ -205,16 +199,6 @@ class StepRecord:
     def traced(self) -> tf.Graph | None:
         """The graph, if passes may change where its gathers and reductions run."""
         return self.graph if self.reshard is not None and self.mesh is not None else None
-
-    def note_unused_members(self) -> None:
-        """Note the operations that cut members out of groups for nobody."""
-        for member in self.span_members:
-            operation = member.op
-            while operation.type in _CUTTING and all(
-                user in self.unused for output in operation.outputs for user in output.consumers()
-            ):
-                self.unused.add(operation)
-                operation = operation.inputs[0].op
 
     def state_of(self, kind: VariableKind) -> KindState:
         """Return the state of a kind of variable. The first call begins it."""

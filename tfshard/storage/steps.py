@@ -89,6 +89,7 @@ class ReadLog:
         self._gathered: dict[tf.Graph | None, Gathered] = {}
         # The variable of each read, so that its id stays valid, and the tensor or handle.
         self._last: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
+        self._sources: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
 
     def gathered(self, graph: tf.Graph | None) -> Gathered:
         """Return the values that the step has gathered in a graph, or in eager code (None)."""
@@ -108,6 +109,16 @@ class ReadLog:
         _, read = self._last.get(id(variable), (None, None))
         graph = getattr(read, "graph", None)  # The handle of a buffer, and eager tensors, have none.
         return read if graph is None or graph in graphs_out_to(self._graph) else None
+
+    def make_source(self, variable: tf.Variable) -> tf.Tensor:
+        """Return a tensor for tapes to differentiate by in place of a value that is not read alone."""
+        source = tf.zeros([], variable.dtype)
+        self._sources[id(variable)] = variable, source
+        return source
+
+    def source(self, variable: tf.Variable) -> tf.Tensor | None:
+        """Return the result of `make_source` for a variable."""
+        return self._sources.get(id(variable), (None, None))[1]
 
 
 class Step:
@@ -257,7 +268,6 @@ class Step:
             The new stored values.
         """
         record = self.record
-        record.note_unused_members()
         record.writes = self.writes.take()
         record.values = {storage: storage.as_stored(each) for storage, each in record.writes.items()}
         record.updated = {storage: slot_reads.new_value(storage, each) for storage, each in record.writes.items()}

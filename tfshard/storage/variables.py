@@ -221,7 +221,14 @@ class ShardedVariable(VariableSurface):
         if self._is_direct():
             return self._direct_value()
         gathered = self.storage.full_value(self.member)
-        self._note_read(gathered)
+        step = steps.current()
+        source = None if step is None else step.reads.source(self)
+        if source is not None:
+            # Programs of a block read the value before (`read_in_span`).
+            gathered = _private.with_gradient(
+                lambda _: ([tf.identity(gathered)], lambda upstream: [upstream]), [source]
+            )[0]
+        self._note_read(gathered if source is None else source)
         if self._trainable:
             _private.record_variable_access(self)
         compute = self.layout.compute
@@ -239,16 +246,19 @@ class ShardedVariable(VariableSurface):
         """Note a read of the full value as a part of `Storage.full_span`.
 
         Returns:
-            The tensor by which tapes differentiate. Its gradient is summed over the devices, in the compute layout.
+            The tensor by which tapes differentiate: a number without meaning, unless the value was read alone before.
+            Its gradient is the gradient of the value, summed over the devices, in the compute layout.
         """
-        member, step = self.storage.full_value(self.member), steps.current()
-        if step is not None:
-            step.record.span_members.append(member)
-        self._note_read(member)
+        step = steps.current()
+        assert step is not None, "Spans are read in steps that are traced."
+        source = step.reads.last(self)
+        if source is None or source.graph is not step.graph:
+            source = step.reads.make_source(self)
+        self._note_read(source)
         if self._trainable:
             _private.record_variable_access(self)
             self._note_kind()(False)
-        return member
+        return source
 
     def is_reduced_by_dtensor(self) -> bool:
         """Return whether DTensor reduces the gradient of a read in the open step, and nothing else changes it."""
