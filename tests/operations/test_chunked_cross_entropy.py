@@ -222,7 +222,12 @@ for _name in COMPILED:
     CASES[f"compiled, {_name}"] = dataclasses.replace(CASES[_name], model=_model)
 
 
-@table("chunked cross entropy", "name", CASES, always=["stage 0", "tied, rows on a model axis", "compiled, classes on a model axis"])
+@table(
+    "chunked cross entropy",
+    "name",
+    CASES,
+    always=["stage 0", "tied, rows on a model axis", "compiled, classes on a model axis"],
+)
 def test_training_matches_one_device(name):
     case = CASES[name]
     strategy = strategy_of(**case.strategy)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import families
 import parity
 import tfshard
 from sweeps import table
@@ -152,19 +151,6 @@ def test_compiled_blocks_train_as_on_one_device(name: str):
 
 
 @pytest.mark.slow
-@table("families with compiled blocks", "name", families.FAMILIES, always=["llama"])
-def test_families_match_one_device(name: str, monkeypatch):
-    monkeypatch.setitem(families.SMALL, "num_layers", 2)
-    (x, y), = families.batches(name)  # fmt: skip
-    sgd = functools.partial(keras.optimizers.SGD, 0.01)
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
-    sharded = train(families.BUILDERS[name], strategy, x=x, y=y, optimizer=sgd)
-    assert_compiled(sharded.model, 4 if name in ("t5", "bart") else 2)
-    expected = train(families.BUILDERS[name], x=x, y=y, optimizer=sgd)
-    np.testing.assert_allclose(sharded.losses, expected.losses, rtol=5e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("keep_products", [False, True])
 def test_recomputed_blocks_are_compiled_and_keep_less(keep_products: bool):
     def recompute(model: keras.Model) -> None:
@@ -204,7 +190,7 @@ def test_masks_go_in_and_come_out():
     parity.assert_same(sharded, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision_trains_nearly_as_on_one_device(policy: str):
     try:

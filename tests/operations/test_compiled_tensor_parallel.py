@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import pytest
 
-import families
 import parity
 import tfshard
 from sweeps import table
@@ -168,22 +167,6 @@ def test_blocks_train_as_on_one_device(name: str):
     expected = train(build, x=x, y=y)
     assert max(expected.losses) - min(expected.losses) > 1e-2, "premise: it learns"
     parity.assert_same(sharded, expected, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"model": 4}, {"batch": 2, "model": 2}], ids=str)
-@table("families with compiled blocks and a model axis", "name", families.FAMILIES)
-def test_families_match_one_device(name: str, mesh: dict[str, int], monkeypatch):
-    monkeypatch.setitem(families.SMALL, "num_layers", 2)
-    (x, y), = families.batches(name)  # fmt: skip
-    sgd = functools.partial(keras.optimizers.SGD, 0.01)
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map="auto")
-    sharded = train(families.BUILDERS[name], strategy, x=x, y=y, optimizer=sgd)
-    found = compiled_blocks.compiled_blocks(sharded.model)
-    # Lookups of T5's relative positions are not followed.
-    assert name == "t5" or (found and not any(each.reason for each in found))
-    expected = train(families.BUILDERS[name], x=x, y=y, optimizer=sgd)
-    np.testing.assert_allclose(sharded.losses, expected.losses, rtol=2e-5)
 
 
 @pytest.mark.slow
