@@ -717,6 +717,24 @@ MUTATIONS = [
         "test_blocks_that_are_only_alike_have_programs_of_their_own[another number]",
     ),
     Mutation(
+        area="compiled blocks",
+        function="tfshard.operations.block_spans:_side_by_side",
+        old="if runs and runs[-1][-1][1] == place[0]:",
+        new="if runs:",
+        what="a program takes weights of a group that do not follow each other as if they did",
+        killed_by="tests/operations/test_block_spans.py::"
+        "test_weights_of_a_group_train_as_on_one_device[frozen weights between-3]",
+    ),
+    Mutation(
+        area="compiled blocks",
+        function="tfshard.storage.variables:ShardedVariable.full",
+        old="if source is not None:",
+        new="if False:",
+        what="a weight that a compiled block and the loss read gets the gradient of one of them",
+        killed_by="tests/operations/test_block_spans.py::"
+        "test_weights_of_a_group_train_as_on_one_device[a weight that the loss reads, too-3]",
+    ),
+    Mutation(
         area="compiled updates",
         function="tfshard.operations.compiled_updates:_elementwise",
         old="        if not dim_rules.is_elementwise(operation):\n",

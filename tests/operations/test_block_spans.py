@@ -87,12 +87,12 @@ def train(
 
 
 @pytest.fixture
-def spans(monkeypatch) -> list[block_spans.Span]:
+def spans(monkeypatch) -> list[block_spans.WeightSpan]:
     """The spans that blocks find."""
-    found: list[block_spans.Span] = []
+    found: list[block_spans.WeightSpan] = []
     find = block_spans.find
 
-    def noted(*args: Any) -> list[block_spans.Span]:
+    def noted(*args: Any) -> list[block_spans.WeightSpan]:
         made = find(*args)
         found.extend(made)
         return made
@@ -125,7 +125,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", CASES)
-def test_weights_of_a_group_train_as_on_one_device(name: str, stage: int, spans: list[block_spans.Span]):
+def test_weights_of_a_group_train_as_on_one_device(name: str, stage: int, spans: list[block_spans.WeightSpan]):
     make, options = CASES[name]
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=stage)
     sharded = train(make, strategy, **options)

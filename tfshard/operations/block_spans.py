@@ -25,7 +25,7 @@ from tfshard.storage.variables import ShardedVariable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Span:
+class WeightSpan:
     """Weights of a block that follow each other in a group.
 
     Attributes:
@@ -55,12 +55,12 @@ class Span:
             for part in self.pack.split(flat, [each.layout.spec.shape for each in self.variables])
         ]
         assert step is not None, "Blocks are compiled in steps."
-        span = GradientSpan(storage=self.storage, first=first.member, flat=flat, parts=parts)
+        span = GradientSpan(storage=self.storage, flat=flat, parts=parts)
         step.record.gradient_spans |= {each.ref(): span for each in parts}
         return parts
 
 
-def find(reads: Sequence[tuple[Any, tf.Tensor]], taken: Sequence[tf.Tensor], first: int) -> list[Span]:
+def find(reads: Sequence[tuple[Any, tf.Tensor]], taken: Sequence[tf.Tensor], first: int) -> list[WeightSpan]:
     """Return the spans of a block's weights, each of two or more.
 
     Args:
@@ -73,7 +73,7 @@ def find(reads: Sequence[tuple[Any, tf.Tensor]], taken: Sequence[tf.Tensor], fir
         place = _place(variable)
         if place is not None:
             groups.setdefault((variable.storage, value.dtype), []).append((*place, number))
-    found: list[Span] = []
+    found: list[WeightSpan] = []
     for (storage, dtype), places in groups.items():
         for run in _side_by_side(sorted(places)):
             if len(run) > 1:
@@ -83,7 +83,7 @@ def find(reads: Sequence[tuple[Any, tf.Tensor]], taken: Sequence[tf.Tensor], fir
                     sizes=tuple(end - start for start, end, _ in run),
                 )
                 variables = [reads[number][0] for number in numbers]
-                found.append(Span(storage=storage, variables=variables, pack=pack, dtype=dtype, start=run[0][0]))
+                found.append(WeightSpan(storage=storage, variables=variables, pack=pack, dtype=dtype, start=run[0][0]))
     return found
 
 

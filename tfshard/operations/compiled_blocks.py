@@ -41,7 +41,7 @@ from tfshard.operations import (
     samples,
 )
 from tfshard.operations.block_pieces import Piece, Sharding, TracedBlock
-from tfshard.operations.block_spans import Span
+from tfshard.operations.block_spans import WeightSpan
 from tfshard.operations.layer_patch import COMPILED
 from tfshard.operations.local_traces import LocalTrace
 from tfshard.operations.programs import Pack, Program
@@ -344,7 +344,7 @@ class _TracedCall:
         return found
 
     @functools.cached_property
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[WeightSpan]:
         """The weights that lie side by side in groups. None, if the model axis shards weights of the block."""
         if any(each is not None for each in self._places()):
             return []

@@ -1,6 +1,7 @@
 """UpdateBatch: an optimizer's updates of a group's members, carried out as one update of the group's buffer."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -193,9 +194,9 @@ def _spans(storage: Storage, gradients: Sequence[tf.Tensor | None]) -> dict[int,
     step, found = steps.current(), {}
     for number, gradient in enumerate(gradients):
         span = None if step is None or gradient is None else step.record.gradient_spans.get(gradient.ref())
-        if span is not None and span.storage is storage and span.first == number:
+        if span is not None and span.storage is storage:
             given = gradients[number : number + len(span.parts)]
-            if all(one is other for one, other in zip(given, span.parts, strict=True)):
+            if len(given) == len(span.parts) and all(map(operator.is_, given, span.parts)):
                 found[number] = span.flat, len(span.parts)
     return found
 

@@ -99,13 +99,11 @@ class GradientSpan:
 
     Attributes:
         storage: The group.
-        first: The number of the first member.
         flat: The gradient.
         parts: The gradient of each member, cut out of `flat`.
     """
 
     storage: Writable
-    first: int
     flat: tf.Tensor
     parts: list[tf.Tensor]
 

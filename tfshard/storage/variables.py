@@ -225,7 +225,9 @@ class ShardedVariable(VariableSurface):
         source = None if step is None else step.reads.source(self)
         if source is not None:
             # Programs of a block read the value before (`read_in_span`).
-            gathered = _private.with_gradient(lambda _: ([tf.identity(gathered)], lambda upstream: [upstream]), [source])[0]
+            with _private.stop_recording():
+                copy = tf.identity(gathered)
+            (gathered,) = _private.with_gradient(lambda _: ([copy], lambda upstream: [upstream]), [source])
         self._note_read(gathered if source is None else source)
         if self._trainable:
             _private.record_variable_access(self)
