@@ -193,7 +193,10 @@ def _spans(storage: Storage, gradients: Sequence[tf.Tensor | None]) -> dict[int,
     """Return the flat gradients whose parts are gradients of members, and their numbers of members."""
     step, found = steps.current(), {}
     for number, gradient in enumerate(gradients):
-        span = None if step is None or gradient is None else step.record.gradient_spans.get(gradient.ref())
+        # Keras also gives variables to updates, for moving averages.
+        if step is None or not isinstance(gradient, tf.Tensor):
+            continue
+        span = step.record.gradient_spans.get(gradient.ref())
         if span is not None and span.storage is storage:
             given = gradients[number : number + len(span.parts)]
             if len(given) == len(span.parts) and all(map(operator.is_, given, span.parts)):
