@@ -1,5 +1,6 @@
 """Compiled blocks whose weights lie side by side in a group train as plain Keras on one device."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,34 @@ class PenaltyFirst(Penalty):
     def call(self, *args, **kwargs):
         penalty = self.penalty()
         return super().call(*args, **kwargs) + penalty
+
+
+class LatePenalty(Penalty):
+    """A model whose loss reads a weight of a block in a branch."""
+
+    def penalty(self) -> Any:
+        late = super().penalty
+        return tf.cond(tf.greater(self.optimizer.iterations, 1), late, lambda: 0.0)
+
+
+class Stopped(keras.layers.Layer):
+    """A block with a weight that has no gradient."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+        self.block = Block()
+        self.block.build(shape)
+
+    def call(self, x):
+        return self.block(x) * keras.ops.stop_gradient(self.scale)
+
+
+def with_stopped() -> keras.Model:
+    inputs = keras.Input((12,))
+    x = inputs
+    for number in range(3):
+        x = Stopped(name=f"layer_{number}")(x)
+    return keras.Model(inputs, keras.layers.Dense(3)(x))
 
 
 def build(model: type[keras.Model] = keras.Model, *, frozen: str = "") -> keras.Model:
@@ -111,6 +140,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
     "all weights": (build, {}),
     "a weight that the loss reads, too": (functools.partial(build, Penalty), {}),
     "a weight that is read alone before": (functools.partial(build, PenaltyFirst), {}),
+    "a weight that the loss reads in a branch": (functools.partial(build, LatePenalty), {}),
     "frozen weights between": (functools.partial(build, frozen="up"), {}),
     "a frozen norm": (functools.partial(build, frozen="norm"), {}),
     "no decay of some weights": (build, {"optimizer": excluding}),
@@ -123,7 +153,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_weights_of_a_group_train_as_on_one_device(name: str, stage: int, spans: list[block_spans.WeightSpan]):
     make, options = CASES[name]
@@ -188,3 +218,72 @@ def test_gradients_of_a_custom_loop_match_one_device():
     found = strategy.run(gradients, args=(tf.constant(X), tf.constant(Y)))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
+def test_weights_without_a_gradient_do_not_decay():
+    decaying = functools.partial(keras.optimizers.AdamW, 1e-2, epsilon=1e-3, weight_decay=0.5)
+    sharded = train(with_stopped, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), decaying)
+    assert all(each.programs for each in compiled_blocks.compiled_blocks(sharded.model)), "premise"
+    parity.assert_same(sharded, train(with_stopped, None, decaying), rtol=2e-5, atol=2e-6)
+
+
+def loop(model: keras.Model, optimizer: keras.optimizers.Optimizer, how: str) -> Callable[..., Any]:
+    variables = model.trainable_variables
+
+    def watched(x, y):
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([_private.backend_variable(each) for each in variables])
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        optimizer.apply(tape.gradient(loss, [_private.backend_variable(each) for each in variables]), variables)
+        return loss
+
+    def twice(x, y):
+        norm = tf.reduce_sum(tf.square(tf.convert_to_tensor(variables[2])))  # Read alone before the blocks.
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+                loss += tf.reduce_sum(tf.square(tf.convert_to_tensor(variables[2]))) / 10
+            optimizer.apply(tape.gradient(loss, [_private.backend_variable(each) for each in variables]), variables)
+        return loss + 0 * norm
+
+    return {"watched": watched, "twice": twice}[how]
+
+
+@pytest.mark.parametrize("how", ["watched", "twice"])
+def test_custom_loops_match_one_device(how: str, spans: list[block_spans.WeightSpan]):
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    found = []
+    for is_sharded in (True, False):
+        keras.utils.set_random_seed(0)
+        model = build()
+        if is_sharded:
+            model.compile("sgd", "mse", jit_compile=True, strategy=strategy)
+        with strategy.scope() if is_sharded else contextlib.nullcontext():
+            optimizer = ADAM()
+            optimizer.build(model.trainable_variables)
+        step = tf.function(loop(model, optimizer, how), autograph=False)
+        for _ in range(3):
+            args = tf.constant(X), tf.constant(Y)
+            loss = strategy.run(step, args=args) if is_sharded else step(*args)
+        found.append([np.array(loss), *(np.array(each) for each in model.weights)])
+    assert spans, "premise: weights lie side by side"
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+def test_frozen_weights_have_no_gradient_in_programs(monkeypatch):
+    counts: list[int] = []
+    lower = compiled_blocks.programs.lower
+
+    def counted(inputs, outputs, *args, **options):
+        counts.append(len(outputs))
+        return lower(inputs, outputs, *args, **options)
+
+    monkeypatch.setattr(compiled_blocks.programs, "lower", counted)
+    compiled_blocks._pairs.clear()
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), analyzer=None)
+    run = train(functools.partial(build, frozen="up"), strategy)
+    assert [each.programs for each in compiled_blocks.compiled_blocks(run.model)] == [2, 2, 2], "premise"
+    # The gradients of norm and down, two weights each, and of the input: the first block's input has none.
+    assert sorted(counts[1:4:2]) == [4, 5], counts

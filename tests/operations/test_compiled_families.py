@@ -62,5 +62,4 @@ def test_losses_match_one_device(name: str, mesh: str, stage: int):
         assert not any(each.reason for each in blocks), "premise: they are compiled"
     expected = reference(name)
     assert abs(expected[-1] - expected[0]) > 1e-3 * expected[0], "premise: it learns"
-    print(name, mesh, stage, f"{np.max(np.abs(np.divide(found, expected) - 1)):.1e}")
     np.testing.assert_allclose(found, expected, rtol=2e-6)

@@ -91,6 +91,11 @@ def could_record() -> bool:
     return bool(_record.could_possibly_record())
 
 
+def is_recorded(tensor: tf.Tensor) -> bool:
+    """Return whether a gradient tape records operations on a tensor (`record.should_record_backprop`)."""
+    return bool(_record.should_record_backprop([tensor]))
+
+
 def stop_recording() -> contextlib.AbstractContextManager[None]:
     """Stop all gradient tapes from recording inside the context (`record.stop_recording`)."""
     context: contextlib.AbstractContextManager[None] = _record.stop_recording()

@@ -143,7 +143,7 @@ NAMES = (
         "dtensor.python.api": "is_dtensor",
         "python.eager.polymorphic_function.concrete_function": "ConcreteFunction.set_external_captures",
         "python.eager.polymorphic_function.polymorphic_function": "Function.__call__.args Function.__call__.kwds",
-        "python.eager.record": "could_possibly_record record_operation stop_recording",
+        "python.eager.record": "could_possibly_record record_operation should_record_backprop stop_recording",
         "python.eager.tape": "variable_accessed",
         "python.framework.auto_control_deps": "ASYNC_STATEFUL_OPS",
         "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.inputs FuncGraph.outer_graph",

@@ -97,6 +97,7 @@ class TracedBlock:
         samples: The dim of the samples in each tensor that has samples.
         places: The dim that the model axis shards, of each input that it shards.
         changes: The dim that the model axis shards from here on, or None, of results of `steps.LocalVariables.reshard`.
+        active: The inputs that may have a gradient.
         devices: The size of the model axis.
     """
 
@@ -109,6 +110,7 @@ class TracedBlock:
     samples: Mapping[Hashable, int]
     places: Mapping[Hashable, int]
     changes: Mapping[Hashable, int | None]
+    active: list[tf.Tensor]
     devices: int
 
 
@@ -180,7 +182,7 @@ class _ShardedFlow:
         drawn = {each.ref() for each in block.drawn}
         self._leaves = {each.ref() for each in block.inputs}
         self._free, self._constant = set(drawn), set[Hashable]()
-        self._active = {each.ref() for each in block.inputs if each.dtype.is_floating} - drawn
+        self._active = {each.ref() for each in block.active}
         self._places = dict(block.places)
         self._partial, self._lost = set[Hashable](), set[Hashable]()
         self._sources: dict[Hashable, tf.Tensor] = {}

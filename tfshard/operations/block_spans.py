@@ -5,8 +5,8 @@ gradients of all weights again: about forty operations for each weight, which DT
 programs of a block take the part of the buffer that holds the weights of the block, and cut it themselves. They return
 the gradients of the weights as one flat tensor, which the update of the group takes as it is.
 
-Gradient tapes still see each weight. The operations that cut single weights stay in the graph of the step, and run only
-if something else uses them.
+Gradient tapes differentiate by a number that stands for each weight (`ShardedVariable.read_in_span`). The step adds no
+operation for a single weight unless something reads the weight alone.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ class WeightSpan:
     Attributes:
         storage: The group.
         variables: The weights, in the order of the group.
-        pack: The inputs of the block's programs that they are.
+        pack: Which inputs of the programs the weights are.
         dtype: The dtype in which the programs take them.
-        start: The first element in the line of the group.
+        start: The offset of the first weight in the flat buffer of the group.
     """
 
     storage: Storage
@@ -55,6 +55,8 @@ class WeightSpan:
             for part in self.pack.split(flat, [each.layout.spec.shape for each in self.variables])
         ]
         assert step is not None, "Blocks are compiled in steps."
+        for each in self.variables:
+            each.note_dense_gradient()
         span = GradientSpan(storage=self.storage, flat=flat, parts=parts)
         step.record.gradient_spans |= {each.ref(): span for each in parts}
         return parts
@@ -65,7 +67,7 @@ def find(reads: Sequence[tuple[Any, tf.Tensor]], taken: Sequence[tf.Tensor], fir
 
     Args:
         reads: The variables of the block, each with its placeholder.
-        taken: What the programs take of each variable: the placeholder, or a cast of it.
+        taken: For each variable, the tensor that the programs take: its placeholder, or a cast of it.
         first: The number of the first variable among the inputs of the programs.
     """
     groups: dict[tuple[Storage, tf.DType], list[tuple[int, int, int]]] = {}
@@ -88,7 +90,7 @@ def find(reads: Sequence[tuple[Any, tf.Tensor]], taken: Sequence[tf.Tensor], fir
 
 
 def _place(variable: Any) -> tuple[int, int] | None:
-    """Return the first and the last element of a variable in the line of its group. None if it must be read alone."""
+    """Return where a variable begins and ends in the flat buffer of its group. None if it must be read alone."""
     if not isinstance(variable, ShardedVariable) or variable.layout.kind is not None:
         return None
     storage = variable.storage
@@ -116,7 +118,7 @@ def joined(gradients: Mapping[int, tf.Tensor], pack: Pack, inputs: Sequence[tf.T
     """Return the gradients of packed inputs as one flat tensor.
 
     Args:
-        gradients: The gradients, by the numbers of the inputs. Those that are missing are zero.
+        gradients: The gradients, by the numbers of the inputs. Zeros replace missing gradients.
         pack: The inputs.
         inputs: All inputs.
     """

@@ -17,6 +17,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import expansions, local_shards
+from tfshard.errors import warn
 from tfshard.operations import programs
 
 
@@ -109,7 +110,12 @@ class ChunkedLogits:
         with local_shards.scope(), _private.stop_recording():
             if self.compiled:
                 key = (self, function, specs, mesh.device_type())
-                return _programs.find(key, lowered).call(tensors)
+                try:
+                    return _programs.find(key, lowered).call(tensors)
+                except programs.NotCompiledError as error:
+                    warn(
+                        f"XLA cannot compile the cross entropy by chunks: {error}. It runs as without jit_compile=True."
+                    )
             return list(traced()(*tensors))
 
     def _given(

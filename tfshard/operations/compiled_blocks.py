@@ -69,6 +69,9 @@ def install(model: keras.Model, mesh: dtensor.Mesh, *, warns: bool) -> None:
         least = 0 if layer in found else _LEAST_OPERATIONS
         make = functools.partial(CompiledCall, weakref.ref(layer), mesh, least, warns)
         layer_patch.apply(COMPILED, layer, make)
+        for each in layer_patch.patches_on(layer):
+            if isinstance(each.replacement, CompiledCall):  # Perhaps from an earlier `compile`.
+                each.replacement.warns = warns
 
 
 # A program costs copies of its results. It pays for a layer of at least this many operations, such as a normalization;
@@ -84,6 +87,12 @@ def _others(model: keras.Model, found: Sequence[keras.Layer]) -> list[keras.Laye
         below = {id(each) for each in _private.flatten_layers(layer)}
         if isinstance(layer, keras.Model) or below & of_blocks or id(layer) in inside or not layer.weights:
             continue
+        if any(
+            patch.change is layer_patch.HEAD
+            for each in _private.flatten_layers(layer)
+            for patch in layer_patch.patches_on(each)
+        ):
+            continue  # The loss looks for its hidden states in the step.
         others.append(layer)
         inside |= below
     return others
@@ -137,6 +146,7 @@ class CompiledCall:
         call: The layer's `call`.
 
     Attributes:
+        warns: As in the arguments.
         last: How the block ran in the last traced step.
     """
 
@@ -149,7 +159,7 @@ class CompiledCall:
         call: layer_patch.Method,
     ):
         functools.update_wrapper(self, call)
-        self._layer, self._mesh, self._least, self._warns, self._call = layer, mesh, least, warns, call
+        self._layer, self._mesh, self._least, self.warns, self._call = layer, mesh, least, warns, call
         self.last: CompiledBlock | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +180,7 @@ class CompiledCall:
 
     def _note(self, layer: keras.Layer, count: int, reason: str) -> None:
         is_block = self._is_block(layer)
-        if reason and self._warns and is_block and type(layer) not in _told:
+        if reason and self.warns and is_block and type(layer) not in _told:
             _told.add(type(layer))
             warn(
                 f"Block '{layer.path or layer.name}' ({type(layer).__name__}) is not compiled: {reason}. It runs as "
@@ -198,6 +208,7 @@ class _Pair:
         gradients: The numbers of the inputs that have a gradient, but for packed inputs.
         packs: The packed inputs.
         packed_gradients: The numbers of the packs that have a gradient.
+        packed_inputs: The numbers of the packed inputs that have one.
         is_sharded: True if each device along the model axis computes a share.
     """
 
@@ -211,6 +222,7 @@ class _Pair:
     gradients: list[int]
     packs: list[Pack]
     packed_gradients: list[int]
+    packed_inputs: frozenset[int]
     is_sharded: bool
 
     @property
@@ -345,11 +357,33 @@ class _TracedCall:
 
     @functools.cached_property
     def _spans(self) -> list[WeightSpan]:
-        """The weights that lie side by side in groups. None, if the model axis shards weights of the block."""
+        """The spans of the block's weights. Empty if the model axis shards any weight of the block."""
         if any(each is not None for each in self._places()):
             return []
         trace = self._trace
         return block_spans.find(list(trace.variables.reads.values()), trace.read, len(trace.arguments))
+
+    @functools.cached_property
+    def _active(self) -> frozenset[int]:
+        """The numbers of the inputs that may have a gradient: weights to train, and what a tape has seen."""
+        trace, frozen = self._trace, set[int]()
+        if steps.context().skips_frozen:
+            weights = [
+                {id(_private.backend_variable(each)) for each in found}
+                for found in (self._layer.variables, self._layer.trainable_variables)
+            ]
+            frozen = weights[0] - weights[1]
+        reads = [variable for variable, _ in trace.variables.reads.values()]
+        found = [
+            *(_private.is_recorded(each) for each in self._given),
+            *(id(each) not in frozen and (each.trainable or each.is_watched()) for each in reads),
+            *(_private.is_recorded(outer) for outer, _ in trace.captured),
+        ]
+        return frozenset(
+            number
+            for number, (each, is_active) in enumerate(zip(self._inputs(), found, strict=False))
+            if is_active and each.dtype.is_floating
+        )
 
     def is_worth(self, least: int) -> bool:
         """Return whether the call has at least some number of operations, and looks up no rows of a variable.
@@ -386,6 +420,7 @@ class _TracedCall:
             kept,
             records,
             tuple(each.pack for each in self._spans),
+            self._active if records else None,
         )
         gradients = None
         if records and programs.has_custom_gradients(trace.operations):
@@ -422,6 +457,7 @@ class _TracedCall:
                 places={each.ref(): dim for each, dim in zip(trace.read, places, strict=True) if dim is not None}
                 | self._sequences(),
                 changes={each.ref(): dim for each, dim in trace.variables.changes},
+                active=[self._inputs()[number] for number in self._active],
                 devices=self._axes[self._model],
             )
         )
@@ -439,7 +475,6 @@ class _TracedCall:
         """Return the block as one piece."""
         trace, inputs = self._trace, self._inputs()
         numbers = block_pieces.numbered(trace.operations)
-        undrawn = range(len(inputs) - len(trace.drawn))
         return Piece(
             graph=trace.graph,
             operations=trace.operations,
@@ -449,7 +484,7 @@ class _TracedCall:
             outputs=trace.outputs,
             made=[numbers[each.ref()] for each in trace.outputs],
             results=[Sharding(samples_.get(each.ref())) for each in trace.outputs],
-            differentiated=[number for number in undrawn if inputs[number].dtype.is_floating],
+            differentiated=sorted(self._active),
         )
 
     def _lowered(self, piece: Piece, records: bool, kept: frozenset[str]) -> _Pair:
@@ -483,6 +518,7 @@ class _TracedCall:
             gradients=numbers,
             packs=packs,
             packed_gradients=packed_gradients,
+            packed_inputs=frozenset(found).intersection(packed),
             is_sharded=piece.is_sharded,
         )
 
@@ -610,7 +646,7 @@ class _TracedCall:
                 for place, gradient in zip(pair.packed_gradients, made[len(pair.gradients) :], strict=True):
                     parts = self._spans[place].gradients(self._gradient(gradient, Sharding(), pair))
                     for number, part in zip(pair.packs[place].numbers, parts, strict=True):
-                        found[number] = part
+                        found[number] = part if number in pair.packed_inputs else None
                 return found
 
             return left, backward
@@ -676,6 +712,7 @@ class _TracedCall:
 
         If all devices computed the output, each has its full gradient, and the local gradients are summed later.
         """
+        tensor = tf.convert_to_tensor(tensor)  # It may be IndexedSlices.
         if has_samples and sharding.data is None:
             tensor = tensor / tf.cast(self._devices, tensor.dtype)
         return self._entered(tensor, sharding)

@@ -210,7 +210,15 @@ class InStep:
         kind = variable.layout.kind
         if self._step is not None and kind is not None and not _private.is_eager():
             return self._step.record.state_of(kind).gradient_source(variable)
-        return variable.gradient_source()
+        source = None if self._step is None else self._step.reads.source(variable)
+        if source is not None:
+            return source
+        source = variable.gradient_source()
+        is_traced = self._step is not None and steps.here() is self._step.graph is not None
+        if self._step is not None and is_traced and variable.storage.format.packed:
+            # A tape watches it, perhaps before a compiled block reads the variable in a span.
+            self._step.reads.set_source(variable, source)
+        return source
 
 
 class InLocalTrace(InStep):

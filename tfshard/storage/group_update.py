@@ -185,11 +185,11 @@ def _pack_args(storage: Storage, updates: list[_PendingUpdate]) -> list[Any]:
             packed.append(first)
             continue
         gradients = [given.get(i) for i in range(len(storage.format.members))]
-        packed.append(storage.format.pack_gradients(gradients, first.dtype, _spans(storage, gradients)))
+        packed.append(storage.format.pack_gradients(gradients, first.dtype, flat_gradients(storage, gradients)))
     return packed
 
 
-def _spans(storage: Storage, gradients: Sequence[tf.Tensor | None]) -> dict[int, tuple[tf.Tensor, int]]:
+def flat_gradients(storage: Storage, gradients: Sequence[tf.Tensor | None]) -> dict[int, tuple[tf.Tensor, int]]:
     """Return the flat gradients whose parts are gradients of members, and their numbers of members."""
     step, found = steps.current(), {}
     for number, gradient in enumerate(gradients):

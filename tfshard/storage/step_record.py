@@ -113,7 +113,7 @@ class JointUpdate:
     """An update with a gradient that DTensor reduces together with others.
 
     Attributes:
-        storage: The storage that is updated; a group has one update for each member.
+        storage: The storage that is updated; a group has one update for each member or span.
         gradient: The gradient as the optimizer received it.
         since: How many operations the graph had when the optimizer began.
     """
@@ -158,7 +158,7 @@ class StepRecord:
         values: The new buffer of each written storage, as it will be stored.
         operations: The operations of the graph, in the order in which they should run; None before
             `recompute_blocks` adds copies.
-        gradient_spans: The flat gradient that holds the gradient of a member of a group, by the latter.
+        gradient_spans: For each gradient of a member of a group, by reference, the span that it was cut from.
         unused: Operations whose results the step does not use. They are no uses of stored values.
         takers: For each storage, the inputs of operations that take the new value from the storage once it is written.
         token: The sum of the tokens, for the caller to use, if the step writes nothing.

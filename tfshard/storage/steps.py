@@ -110,14 +110,12 @@ class ReadLog:
         graph = getattr(read, "graph", None)  # The handle of a buffer, and eager tensors, have none.
         return read if graph is None or graph in graphs_out_to(self._graph) else None
 
-    def make_source(self, variable: tf.Variable) -> tf.Tensor:
-        """Return a tensor for tapes to differentiate by in place of a value that is not read alone."""
-        source = tf.zeros([], variable.dtype)
+    def set_source(self, variable: tf.Variable, source: tf.Tensor) -> None:
+        """Set the tensor that tapes differentiate by in all reads of a variable from here on."""
         self._sources[id(variable)] = variable, source
-        return source
 
     def source(self, variable: tf.Variable) -> tf.Tensor | None:
-        """Return the result of `make_source` for a variable."""
+        """Return the tensor that `set_source` has set."""
         return self._sources.get(id(variable), (None, None))[1]
 
 
@@ -304,12 +302,14 @@ class StepContext:
         update: The open update; None outside of updates.
         blocks: Records blocks of a graph that belongs to no step: the graph of a plan.
         local: The variables of a block that is traced with the local shapes of a device; None outside of such blocks.
+        skips_frozen: True if a step takes no gradient of a weight that Keras does not train.
     """
 
     step: Step | None = None
     update: OpenUpdate | None = None
     blocks: BlockRecorder | None = None
     local: LocalVariables | None = None
+    skips_frozen: bool = False
 
 
 class _Thread(threading.local):

@@ -368,8 +368,7 @@ class Storage:
         return value
 
     def full_span(self, start: int, end: int) -> tf.Tensor:
-        """Return full elements of a flat form, `start` to `end` of its line, as a flat tensor. No member was written
-        since the step began."""
+        """Return elements `start` to `end` of a group's gathered buffer. The step has written no single member."""
         recorded = self.recorded()
         assert isinstance(self.format, Flat), "The caller asks for the places of members."
         assert recorded is None or not recorded.written, "The caller checks it."

@@ -220,19 +220,18 @@ class ShardedVariable(VariableSurface):
         """Return the full value in the compute layout, as the current graph sees it."""
         if self._is_direct():
             return self._direct_value()
-        gathered = self.storage.full_value(self.member)
-        step = steps.current()
+        gathered, step = self.storage.full_value(self.member), steps.current()
         source = None if step is None else step.reads.source(self)
-        if source is not None:
-            # Programs of a block read the value before (`read_in_span`).
-            with _private.stop_recording():
-                copy = tf.identity(gathered)
-            (gathered,) = _private.with_gradient(lambda _: ([copy], lambda upstream: [upstream]), [source])
-        self._note_read(gathered if source is None else source)
-        if self._trainable:
-            _private.record_variable_access(self)
-        compute = self.layout.compute
         with steps.scope_of(gathered):
+            if source is not None and source is not gathered:
+                # A compiled block has read the variable in a span. The gradient goes to the same tensor.
+                with _private.stop_recording():
+                    copy = tf.identity(gathered)
+                (gathered,) = _private.with_gradient(lambda _: ([copy], lambda upstream: [upstream]), [source])
+            self._note_read(gathered if source is None else source)
+            if self._trainable:
+                _private.record_variable_access(self)
+            compute = self.layout.compute
             return gradient.with_pinned_gradient(
                 gathered,
                 forward=compute,
@@ -243,22 +242,37 @@ class ShardedVariable(VariableSurface):
             )
 
     def read_in_span(self) -> tf.Tensor:
-        """Note a read of the full value as a part of `Storage.full_span`.
+        """Record a read of the variable through `Storage.full_span`.
 
         Returns:
-            The tensor by which tapes differentiate: a number without meaning, unless the value was read alone before.
-            Its gradient is the gradient of the value, summed over the devices, in the compute layout.
+            The tensor that tapes differentiate by: the value, if it was read alone or watched before, and otherwise a
+            number that stands for it. Its gradient is the reduced gradient of the variable, in the compute layout.
         """
         step = steps.current()
         assert step is not None, "Spans are read in steps that are traced."
-        source = step.reads.last(self)
-        if source is None or source.graph is not step.graph:
-            source = step.reads.make_source(self)
+        step.check_mesh(self)
+        step.check_read(self)
+        source = step.reads.source(self)
+        if source is None:
+            read = step.reads.last(self)
+            source = read if read is not None and read.graph is step.graph else tf.zeros([], self.dtype)
+            step.reads.set_source(self, source)
         self._note_read(source)
         if self._trainable:
             _private.record_variable_access(self)
-            self._note_kind()(False)
         return source
+
+    def is_watched(self) -> bool:
+        """Return whether a tape was told to watch the variable in the open step."""
+        step = steps.current()
+        source = None if step is None else step.reads.source(self)
+        if source is None and self._is_direct():
+            source = self.buffer.handle
+        return source is not None and _private.is_recorded(source)
+
+    def note_dense_gradient(self) -> None:
+        """Record that the gradient of a read in a span is no IndexedSlices."""
+        self._note_kind()(False)
 
     def is_reduced_by_dtensor(self) -> bool:
         """Return whether DTensor reduces the gradient of a read in the open step, and nothing else changes it."""

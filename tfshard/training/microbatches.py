@@ -30,7 +30,7 @@ from tfshard.errors import StrategyError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import chunked_cross_entropy, loops, partial_sums
-from tfshard.storage import graph_edits, steps
+from tfshard.storage import graph_edits, group_update, steps
 from tfshard.storage.microbatch import Microbatch
 from tfshard.storage.microbatch_step import MicrobatchStep, microbatch_scope
 from tfshard.storage.storage import Storage
@@ -73,7 +73,8 @@ class OptimizerCall:
                 sums[variable.storage, None] = variable.to_update(gradient)
         for storage, given in members.items():
             gradients = [given.get(number) for number in range(len(storage.format.members))]
-            sums[storage, None] = storage.format.pack_gradients(gradients, next(iter(given.values())).dtype)
+            dtype, spans = next(iter(given.values())).dtype, group_update.flat_gradients(storage, gradients)
+            sums[storage, None] = storage.format.pack_gradients(gradients, dtype, spans)
         return {key: each if self.share == 1 else each * self.share for key, each in sums.items()}
 
     def apply(self, sums: "Mapping[_Summed, tf.Tensor]") -> None:

@@ -34,6 +34,7 @@ from tfshard.errors import warn
 from tfshard.graph import inventory
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import chunked_cross_entropy
+from tfshard.storage import steps
 from tfshard.training import failures, output_losses, padding
 from tfshard.training.attached_model import TracedStorages, attached
 from tfshard.training.padding import BatchFamily
@@ -264,7 +265,11 @@ class StepFunctions:
         # Keras counts a batch of unknown size once.
         rows = _rows(prepared.argument) if prepared.counts_once and not prepared.is_open else None
         option = self._strategy.config.chunked_cross_entropy
-        with output_losses.counted_once(rows), chunked_cross_entropy.expected(self._model, self._kind, option):
+        with (
+            output_losses.counted_once(rows),
+            chunked_cross_entropy.expected(self._model, self._kind, option),
+            steps.changed(skips_frozen=_is_of_keras(self._model)),
+        ):
             return function([prepared.argument])
 
     def _separate(self, batch: Any, counts_once: bool) -> Prepared:
@@ -397,3 +402,9 @@ def _concatenated(*parts: Any) -> Any:
         return parts[-1]
     on_host = [transfer.to_host(part) for part in parts]
     return tf.constant(on_host[0] if len(on_host) == 1 else np.concatenate(on_host))
+
+
+def _is_of_keras(model: keras.Model) -> bool:
+    """Return whether Keras's own code computes the loss of a model and its gradients."""
+    methods = type(model).train_step, type(model).compute_loss
+    return all(each.__module__.partition(".")[0] in ("keras", "tfshard") for each in methods)
