@@ -240,7 +240,9 @@ SETTINGS = {
     "grouped queries": Setting(build=grouped),
     "a model axis": Setting(mesh={"batch": 2, "model": 2}, strategy={"layout_map": "auto"}),
     "a model axis, grouped queries": Setting(
-        mesh={"batch": 1, "model": 4}, strategy={"layout_map": {".*query/kernel": (None, "model")}}, build=grouped
+        mesh={"batch": 1, "model": 4},
+        strategy={"layout_map": {".*query/kernel": (None, "model"), ".*": ()}},
+        build=grouped,
     ),
     "replicas": Setting(mesh={"replica": 2, "batch": 2}),
     "microbatches": Setting(strategy={"microbatches": 2}),
