@@ -231,6 +231,8 @@ class Setting:
     rows: int = 8
 
 
+# The model axis shards the heads of the queries only.
+HEADS = {".*query/kernel": (None, "model"), ".*output/kernel": ("model",), ".*": ()}
 SETTINGS = {
     "stage 3": Setting(),
     "stage 0": Setting(strategy={"zero_stage": 0}),
@@ -241,7 +243,7 @@ SETTINGS = {
     "a model axis": Setting(mesh={"batch": 2, "model": 2}, strategy={"layout_map": "auto"}),
     "a model axis, grouped queries": Setting(
         mesh={"batch": 1, "model": 4},
-        strategy={"layout_map": {".*query/kernel": (None, "model"), ".*": ()}},
+        strategy={"layout_map": HEADS},
         build=grouped,
     ),
     "replicas": Setting(mesh={"replica": 2, "batch": 2}),
