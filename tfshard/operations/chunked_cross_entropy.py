@@ -51,7 +51,7 @@ _NEEDED = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _NumbersOfTokens:
+class _LogitStatistics:
     """Numbers of the logits of each token, in the layout of tokens.
 
     Attributes:
@@ -100,7 +100,7 @@ def _labels_of(labels: tf.Tensor, head: Head, *, is_sparse: bool, dtype: tf.DTyp
     labels = labels[None]
     is_known = (labels >= 0) & (labels < head.classes)
     has = transfer.relayout((labels >= first) & (labels < first + head.local_classes), layout, head.mesh)
-    # A label that is no class stays unchanged: the step fails and names it.
+    # A label that is no class stays unchanged: on CPUs the step fails and names it. Compiled, its loss is NaN.
     places = transfer.relayout(tf.where(has, labels - first, tf.where(is_known, 0, labels)), layout, head.mesh)
     return _LabelsOfTokens(tensors=[places, tf.cast(has, dtype)], layouts=[layout, layout], is_sparse=True)
 
@@ -227,19 +227,19 @@ class _Pass:
         return self.device.run(function, tensors, head.mesh)
 
     @functools.cached_property
-    def statistics(self) -> "_NumbersOfTokens":
+    def statistics(self) -> _LogitStatistics:
         """The statistics of the logits of all classes."""
         head, mesh = self.head, self.head.mesh
         with _private.stop_recording():
             local = self._run("forward")
             if head.axis is None:
                 most, total, at_label, best = (local_shards.from_local(each, head.token_layout, mesh) for each in local)
-                return _NumbersOfTokens(most=most, total=total, at_label=at_label, best=best)
+                return _LogitStatistics(most=most, total=total, at_label=at_label, best=best)
             mosts, totals, at_labels, bests = (_by_device(each, head) for each in local)
             most = tf.reduce_max(mosts, 0)
             firsts = head.local_classes * tf.range(head.devices, dtype=tf.int32)
             firsts = tf.reshape(firsts, (-1, *[1] * len(head.token_layout)))
-            return _NumbersOfTokens(
+            return _LogitStatistics(
                 most=most,
                 total=tf.reduce_sum(tf.where(totals > 0, totals * tf.exp(mosts - most), 0), 0),
                 at_label=tf.reduce_sum(at_labels, 0),

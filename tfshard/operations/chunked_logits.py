@@ -23,7 +23,7 @@ from tfshard.operations import programs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenChunks:
-    """Chunks of equal size: the last one is filled up.
+    """Chunks of equal size: the last one is padded.
 
     Attributes:
         tokens: The tokens of a device.
@@ -58,8 +58,8 @@ class TokenChunks:
 class ChunkedLogits:
     """What each device computes. The operands are hidden states, kernel, bias, labels, and further arguments.
 
-    Sparse labels are the class of each token in the local classes. If devices share the classes, whether the local
-    classes contain the label follows. Dense labels are shares `(..., local classes)`.
+    Sparse labels are the class of each token in the local classes. If devices share the classes, the next operand says
+    whether the local classes contain the label. Dense labels are probabilities `(..., local classes)`.
 
     Attributes:
         chunks: The chunks of the local tokens.

@@ -132,7 +132,7 @@ class HeadCall:
         step.heads[logits.ref()] = head
         return result
 
-    def note(self, head: "Head", chunks: "TokenChunks | None", reason: str = "") -> None:
+    def note(self, head: "Head", chunks: TokenChunks | None, reason: str = "") -> None:
         """Record how the cross entropy is computed."""
         self.last = ChunkedHead(
             path=head.path,
@@ -171,8 +171,7 @@ class HeadWeights:
 
     @property
     def layouts(self) -> list[Axes]:
-        axes = [self.axes] if self.bias is None else [self.axes, (self.axes[self.class_dim],)]
-        return axes
+        return [self.axes] if self.bias is None else [self.axes, (self.axes[self.class_dim],)]
 
 
 def _weights_of(layer: keras.Layer, args: Sequence[Any], kwargs: dict[str, Any]) -> HeadWeights | None:
@@ -298,7 +297,7 @@ class Head:
         """The layouts of the hidden states and the weights."""
         return [(*self.token_layout, None), *self.weights.layouts]
 
-    def chunks(self) -> "TokenChunks":
+    def chunks(self) -> TokenChunks:
         """Return the chunks of a device."""
         chunk = self.call.option.chunk
         if chunk == AUTO_CHUNKS:
