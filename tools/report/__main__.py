@@ -3,11 +3,11 @@
     tools/report.sh                    # the full report: hours
     tools/report.sh --quick            # ten minutes: two models, fewer ways
     tools/report.sh --models="gpt 5M,lstm" --rounds=3 --parts=time
-    tools/report.sh --models=bert --parts=time --way="one device, XLA" --way="stage 3 compiled"
+    tools/report.sh --models=bert --parts=time --ways='"one device, XLA",stage 3 compiled'
     tools/report.sh --resume           # the remaining part of an interrupted report
     tools/report.sh --out=DIR --compare=docs/benchmarks/report.json    # repeat: DIR/repeated.md lists the differences
     git archive COMMIT tfshard | tar -x -C DIR    # then compare with an earlier commit:
-    tools/report.sh --before=DIR --way="stage 3" --way=2-D --models="gpt 5M,lstm"
+    tools/report.sh --before=DIR --ways="stage 3,2-D" --models="gpt 5M,lstm"
 
 Each way of training runs in a separate process, beside a process of plain Keras on one device. The two processes
 alternate epochs of a few steps, and each waits while the other trains. A drift of the machine therefore slows both, and
@@ -40,7 +40,7 @@ _OUT = flags.DEFINE_string("out", "docs/benchmarks", "Directory of the report.")
 _BEFORE = flags.DEFINE_string(
     "before", None, "A directory with another version of tfshard: only print a comparison with it."
 )
-_WAYS = flags.DEFINE_multi_enum("way", None, list(writing.WAYS), "Time only these ways. Repeat the flag.")
+_WAYS = flags.DEFINE_list("ways", None, "Time only these ways. Quote a way with a comma.")
 _JAX = flags.DEFINE_string(
     "jax_python", None, "Python of the environment with JAX. By default the report has no rows of JAX."
 )
