@@ -287,3 +287,18 @@ def test_frozen_weights_have_no_gradient_in_programs(monkeypatch):
     assert [each.programs for each in compiled_blocks.compiled_blocks(run.model)] == [2, 2, 2], "premise"
     # The gradients of norm and down, two weights each, and of the input: the first block's input has none.
     assert sorted(counts[1:4:2]) == [4, 5], counts
+
+
+@pytest.mark.parametrize("by", ["weights", "inputs"])
+def test_tf_gradients_through_a_compiled_block_is_refused(by: str):
+    model = build()
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model.compile("sgd", "mse", jit_compile=True, strategy=strategy)
+
+    @tf.function(autograph=False)
+    def gradients(x):
+        loss = tf.reduce_mean(model(x, training=True))
+        return tf.gradients(loss, [each.value for each in model.trainable_variables] if by == "weights" else [x])
+
+    with pytest.raises(tfshard.errors.UnsupportedOperationError, match="Use a tf.GradientTape"):
+        strategy.run(gradients, args=(tf.constant(X),))

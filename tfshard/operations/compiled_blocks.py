@@ -358,10 +358,15 @@ class _TracedCall:
     @functools.cached_property
     def _spans(self) -> list[WeightSpan]:
         """The spans of the block's weights. Empty if the model axis shards any weight of the block."""
-        if any(each is not None for each in self._places()):
+        if any(each is not None for each in self._places()) or self._is_for_tf_gradients():
             return []
         trace = self._trace
         return block_spans.find(list(trace.variables.reads.values()), trace.read, len(trace.arguments))
+
+    @staticmethod
+    def _is_for_tf_gradients() -> bool:
+        """Return whether `tf.gradients` may be asked for gradients. The call then takes each weight, to refuse it."""
+        return not (_private.could_record() or steps.context().skips_frozen)
 
     @functools.cached_property
     def _active(self) -> frozenset[int]:
@@ -652,7 +657,10 @@ class _TracedCall:
             return left, backward
 
         records = _private.could_record()
-        if not records:
+        if self._is_for_tf_gradients():
+            refuse = self._refuse("is not differentiated by tf.gradients. Use a tf.GradientTape, or compile")
+            results = list(tf.custom_gradient(lambda *tensors: (forward(tensors)[0], refuse))(*given))
+        elif not records:
             results = forward(given)[0]
         elif pair.packs:
             results = _private.with_gradient(differentiable, given)
@@ -667,18 +675,23 @@ class _TracedCall:
         if not _private.could_record():
             return program.call(inputs)
         given = [each for each in inputs if each is not None]
-
-        def refuse(*_: tf.Tensor) -> Any:
-            raise UnsupportedOperationError(
-                f"Compiled block '{self._layer.path or self._layer.name}' has no second derivative. Compile the model "
-                "without jit_compile=True."
-            )
+        refuse = self._refuse("has no second derivative, as a gradient penalty needs. Compile")
 
         def run(*tensors: tf.Tensor) -> Any:
             left = iter(tensors)
             return program.call([None if each is None else next(left) for each in inputs]), refuse
 
         return list(tf.custom_gradient(run)(*given))
+
+    def _refuse(self, what: str) -> Callable[..., Any]:
+        """Return a gradient function that raises."""
+
+        def refuse(*_: tf.Tensor) -> Any:
+            raise UnsupportedOperationError(
+                f"Compiled block '{self._layer.path or self._layer.name}' {what} the model without jit_compile=True."
+            )
+
+        return refuse
 
     def _layout(self, rank: int, sharding: Sharding, summed: Sequence[str] = ()) -> Axes:
         """Return the layout of a tensor, with a row for each device of some axes in front."""
