@@ -370,7 +370,10 @@ class _TracedCall:
 
     @functools.cached_property
     def _active(self) -> frozenset[int]:
-        """The numbers of the inputs that may have a gradient: weights to train, and what a tape has seen."""
+        """The numbers of the inputs that have a gradient: all but weights that are not trained.
+
+        An argument of a first block has one, too, so that the block shares the programs of other blocks.
+        """
         trace, frozen = self._trace, set[int]()
         if steps.context().skips_frozen:
             weights = [
@@ -380,9 +383,9 @@ class _TracedCall:
             frozen = weights[0] - weights[1]
         reads = [variable for variable, _ in trace.variables.reads.values()]
         found = [
-            *(_private.is_recorded(each) for each in self._given),
+            *(True for _ in trace.arguments),
             *(id(each) not in frozen and (each.trainable or each.is_watched()) for each in reads),
-            *(_private.is_recorded(outer) for outer, _ in trace.captured),
+            *(True for _ in trace.captured),
         ]
         return frozenset(
             number
