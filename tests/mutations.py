@@ -728,7 +728,7 @@ MUTATIONS = [
     Mutation(
         area="compiled blocks",
         function="tfshard.storage.variables:ShardedVariable.full",
-        old="if source is not None:",
+        old="if source is not None and source is not gathered:",
         new="if False:",
         what="a weight that a compiled block and the loss read gets the gradient of one of them",
         killed_by="tests/operations/test_block_spans.py::"
