@@ -1,9 +1,10 @@
-"""Compiled blocks whose weights lie side by side in a group train as plain Keras on one device."""
+"""Compiled blocks whose weights are neighbors in a group match plain Keras on one device."""
 
 import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -186,8 +187,6 @@ def test_a_step_has_few_operations_for_each_weight():
 
 
 def _noted_graphs(graphs: list[tf.Graph]) -> Any:
-    from unittest import mock
-
     call = compiled_blocks.CompiledCall.__call__
 
     def noted(self, *args, **kwargs):

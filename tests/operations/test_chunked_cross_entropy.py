@@ -18,7 +18,7 @@ import parity
 import tfshard
 from sweeps import table
 from tfshard.errors import StrategyError, UnsupportedOperationError
-from tfshard.operations import chunked_logits, projection_heads
+from tfshard.operations import chunked_logits, programs, projection_heads
 
 # Optimizers update the small tables by dense gradients; a test shards classes although that sends more.
 pytestmark = [
@@ -413,6 +413,21 @@ def test_verify_accepts_chunks_and_finds_a_wrong_one(monkeypatch):
     verdict = tfshard.verify(model, (X, Y))
     assert not verdict.ok
     assert "out" in str(verdict)
+
+
+@pytest.mark.slow
+def test_chunks_that_xla_cannot_compile_run_without_it(monkeypatch):
+    class Failing(programs.ProgramCache):
+        def find(self, key, make):
+            raise programs.NotCompiledError("no kernel")
+
+    monkeypatch.setattr(chunked_logits, "_programs", Failing(programs.NotCompiledError))
+    how = Model(blocks=2, compiled=True)
+    with pytest.warns(UserWarning, match="XLA cannot compile the cross entropy by chunks.*no kernel"):
+        ours = run(how, strategy_of(), epochs=1)
+    (head,) = projection_heads.chunked_heads(ours.model)
+    assert head.tokens and not head.compiled
+    np.testing.assert_allclose(ours.numbers["loss"], reference(how, 1)[0]["loss"], rtol=1e-6)
 
 
 @pytest.mark.slow

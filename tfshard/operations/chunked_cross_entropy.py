@@ -34,7 +34,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import local_shards, transfer
-from tfshard.errors import StrategyError, UnsupportedOperationError
+from tfshard.errors import StrategyError, UnsupportedOperationError, warn
 from tfshard.layouts.config import AUTO_CHUNKS, ChunkedCrossEntropy
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import programs
@@ -224,6 +224,12 @@ class _Pass:
         """Run a function on each device."""
         head = self.head
         tensors = [*head.entered, *self.places, *more]
+        try:
+            return self.device.run(function, tensors, head.mesh)
+        except programs.NotCompiledError as error:
+            warn(f"XLA cannot compile the cross entropy by chunks. It runs as without jit_compile=True: {error}")
+        head.call.compiled, self.device = False, dataclasses.replace(self.device, compiled=False)
+        head.call.note(head, head.chunks())
         return self.device.run(function, tensors, head.mesh)
 
     @functools.cached_property

@@ -17,7 +17,6 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import expansions, local_shards
-from tfshard.errors import warn
 from tfshard.operations import programs
 
 
@@ -90,6 +89,9 @@ class ChunkedLogits:
             function: `"forward"`, `"above"` or `"backward"`.
             tensors: The operands, local tensors.
             mesh: The mesh.
+
+        Raises:
+            NotCompiledError: XLA cannot compile the function.
         """
         expansions.allow_local("GatherNd", "ScatterNdNonAliasingAdd")
 
@@ -110,12 +112,7 @@ class ChunkedLogits:
         with local_shards.scope(), _private.stop_recording():
             if self.compiled:
                 key = (self, function, specs, mesh.device_type())
-                try:
-                    return _programs.find(key, lowered).call(tensors)
-                except programs.NotCompiledError as error:
-                    warn(
-                        f"XLA cannot compile the cross entropy by chunks: {error}. It runs as without jit_compile=True."
-                    )
+                return _programs.find(key, lowered).call(tensors)
             return list(traced()(*tensors))
 
     def _given(

@@ -68,10 +68,9 @@ def install(model: keras.Model, mesh: dtensor.Mesh, *, warns: bool) -> None:
     for layer in (*found, *others):
         least = 0 if layer in found else _LEAST_OPERATIONS
         make = functools.partial(CompiledCall, weakref.ref(layer), mesh, least, warns)
-        layer_patch.apply(COMPILED, layer, make)
-        for each in layer_patch.patches_on(layer):
-            if isinstance(each.replacement, CompiledCall):  # Perhaps from an earlier `compile`.
-                each.replacement.warns = warns
+        call = layer_patch.apply(COMPILED, layer, make).replacement
+        assert isinstance(call, CompiledCall)
+        call.warns = warns  # The patch may be from an earlier `compile`.
 
 
 # A program costs copies of its results. It pays for a layer of at least this many operations, such as a normalization;

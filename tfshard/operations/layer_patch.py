@@ -210,28 +210,33 @@ class LayerPatch:
         return f"<LayerPatch {self.change.attribute} of {getattr(self.owner, 'name', self.owner)}: {self.change.why}>"
 
 
-def apply(change: Change, owner: Owner, make: Callable[[Any], Method]) -> None:
+def apply(change: Change, owner: Owner, make: Callable[[Any], Method]) -> LayerPatch:
     """Patch an object, unless it has this patch.
 
     Args:
         change: The kind of patch.
         owner: The object.
         make: Returns the replacement of the original. Its argument is the current attribute of the object, or None.
+
+    Returns:
+        The patch that the object has now, perhaps from an earlier call.
     """
-    if all(patch.change is not change for patch in patches_on(owner)):
-        original = getattr(owner, change.attribute, None)
+    patch = next((patch for patch in patches_on(owner) if patch.change is change), None)
+    if patch is None:
+        patch = LayerPatch(owner, change, make(getattr(owner, change.attribute, None)))
         # Set behind Keras's back: Keras tracks attributes that are set on layers.
-        vars(owner)[change.attribute] = LayerPatch(owner, change, make(original))
+        vars(owner)[change.attribute] = patch
+    return patch
 
 
 @contextlib.contextmanager
 def applied(change: Change, owner: Owner, make: Callable[[Any], Method]) -> Iterator[None]:
     """Patch an object until the scope ends."""
-    apply(change, owner, make)
+    patch = apply(change, owner, make)
     try:
         yield
     finally:
-        _take_back(next(patch for patch in patches_on(owner) if patch.change is change))
+        _take_back(patch)
 
 
 def patches_on(owner: Owner) -> list[LayerPatch]:

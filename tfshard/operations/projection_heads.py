@@ -74,10 +74,9 @@ def install(model: keras.Model, mesh: dtensor.Mesh, option: ChunkedCrossEntropy,
     for layer in _private.flatten_layers(model):
         if isinstance(layer, (keras.layers.Dense, keras.layers.ReversibleEmbedding)):
             make = functools.partial(HeadCall, weakref.ref(layer), mesh, option, compiled)
-            layer_patch.apply(HEAD, layer, make)
-            for each in layer_patch.patches_on(layer):
-                if isinstance(each.replacement, HeadCall):  # Perhaps from an earlier `compile`.
-                    each.replacement.option, each.replacement.compiled = option, compiled
+            call = layer_patch.apply(HEAD, layer, make).replacement
+            assert isinstance(call, HeadCall)
+            call.option, call.compiled = option, compiled  # The patch may be from an earlier `compile`.
 
 
 def chunked_heads(model: keras.Model) -> list[ChunkedHead]:

@@ -204,20 +204,20 @@ class InStep:
         return variable.layout.spec.shape
 
     def handle(self, variable: VariableView) -> tf.Tensor:
-        read = None if self._step is None else self._step.reads.last(variable)
+        step, kind = self._step, variable.layout.kind
+        if step is None:
+            return variable.gradient_source()
+        read = step.reads.last(variable)
         if read is not None:
             return read
-        kind = variable.layout.kind
-        if self._step is not None and kind is not None and not _private.is_eager():
-            return self._step.record.state_of(kind).gradient_source(variable)
-        source = None if self._step is None else self._step.reads.source(variable)
-        if source is not None:
-            return source
-        source = variable.gradient_source()
-        is_traced = self._step is not None and steps.here() is self._step.graph is not None
-        if self._step is not None and is_traced and variable.storage.format.packed:
-            # A tape watches it, perhaps before a compiled block reads the variable in a span.
-            self._step.reads.set_source(variable, source)
+        if kind is not None and not _private.is_eager():
+            return step.record.state_of(kind).gradient_source(variable)
+        source = step.reads.source(variable)
+        if source is None:
+            source = variable.gradient_source()
+            if steps.here() is step.graph is not None and variable.storage.format.packed:
+                # A tape watches it, perhaps before a compiled block reads the variable in a span.
+                step.reads.set_source(variable, source)
         return source
 
 

@@ -50,6 +50,11 @@ class Member:
     update: Axes
 
 
+# Flat tensors of members that follow each other, and the number of these members, by the number of the first member.
+FlatSpans: TypeAlias = Mapping[int, tuple[tf.Tensor, int]]
+NO_SPANS: FlatSpans = types.MappingProxyType({})
+
+
 class StorageFormat(abc.ABC):
     """Stores the members of a storage on the mesh, and brings them to the layouts of reads, writes and updates.
 
@@ -199,18 +204,14 @@ class StorageFormat(abc.ABC):
     # --- updates of the buffer: of packed formats -----------------------------------------------------
 
     def pack_gradients(
-        self,
-        gradients: Sequence[tf.Tensor | None],
-        dtype: tf.DType,
-        spans: Mapping[int, tuple[tf.Tensor, int]] = types.MappingProxyType({}),
+        self, gradients: Sequence[tf.Tensor | None], dtype: tf.DType, spans: FlatSpans = NO_SPANS
     ) -> tf.Tensor:
         """Pack full gradients, in the members' shapes, into one tensor in the update layout of the buffer.
 
         Args:
             gradients: The gradient of each member. Zeros replace None.
             dtype: Their dtype.
-            spans: Flat gradients of several members that follow each other, and the number of the members, by the
-                number of the first member. They replace the gradients of these members.
+            spans: Flat gradients, which replace the gradients of their members.
         """
         raise AssertionError("Its member is updated separately.")
 
@@ -364,10 +365,7 @@ class Flat(StorageFormat):
         return self._join([read(i) for i in range(len(self.members))])
 
     def pack_gradients(
-        self,
-        gradients: Sequence[tf.Tensor | None],
-        dtype: tf.DType,
-        spans: Mapping[int, tuple[tf.Tensor, int]] = types.MappingProxyType({}),
+        self, gradients: Sequence[tf.Tensor | None], dtype: tf.DType, spans: FlatSpans = NO_SPANS
     ) -> tf.Tensor:
         filled = [
             transfer.zeros(member.shape, dtype, member.compute, self.mesh) if gradient is None else gradient
@@ -403,11 +401,7 @@ class Flat(StorageFormat):
     def for_update(self, stored: tf.Tensor) -> tf.Tensor:
         return self.decode(self._brought(stored, self.update))
 
-    def _join(
-        self,
-        values: Sequence[tf.Tensor],
-        spans: Mapping[int, tuple[tf.Tensor, int]] = types.MappingProxyType({}),
-    ) -> tf.Tensor:
+    def _join(self, values: Sequence[tf.Tensor], spans: FlatSpans = NO_SPANS) -> tf.Tensor:
         """Join members to the buffer, gathered over the batch axis, with zeros between and behind the members."""
         form, model = self._form, self._model_axes
         parts, end, joined = [], 0, 0

@@ -185,13 +185,16 @@ def _pack_args(storage: Storage, updates: list[_PendingUpdate]) -> list[Any]:
             packed.append(first)
             continue
         gradients = [given.get(i) for i in range(len(storage.format.members))]
-        packed.append(storage.format.pack_gradients(gradients, first.dtype, flat_gradients(storage, gradients)))
+        packed.append(pack_gradients(storage, gradients, first.dtype))
     return packed
 
 
-def flat_gradients(storage: Storage, gradients: Sequence[tf.Tensor | None]) -> dict[int, tuple[tf.Tensor, int]]:
-    """Return the flat gradients whose parts are gradients of members, and their numbers of members."""
-    step, found = steps.current(), {}
+def pack_gradients(storage: Storage, gradients: Sequence[tf.Tensor | None], dtype: tf.DType) -> tf.Tensor:
+    """Pack the gradients of a group's members (`StorageFormat.pack_gradients`).
+
+    Gradients that programs of a compiled block returned as one flat tensor stay one.
+    """
+    step, spans = steps.current(), {}
     for number, gradient in enumerate(gradients):
         # Keras also gives variables to updates, for moving averages.
         if step is None or not isinstance(gradient, tf.Tensor):
@@ -200,8 +203,8 @@ def flat_gradients(storage: Storage, gradients: Sequence[tf.Tensor | None]) -> d
         if span is not None and span.storage is storage:
             given = gradients[number : number + len(span.parts)]
             if len(given) == len(span.parts) and all(map(operator.is_, given, span.parts)):
-                found[number] = span.flat, len(span.parts)
-    return found
+                spans[number] = span.flat, len(span.parts)
+    return storage.format.pack_gradients(gradients, dtype, spans)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -73,8 +73,8 @@ class OptimizerCall:
                 sums[variable.storage, None] = variable.to_update(gradient)
         for storage, given in members.items():
             gradients = [given.get(number) for number in range(len(storage.format.members))]
-            dtype, spans = next(iter(given.values())).dtype, group_update.flat_gradients(storage, gradients)
-            sums[storage, None] = storage.format.pack_gradients(gradients, dtype, spans)
+            dtype = next(iter(given.values())).dtype
+            sums[storage, None] = group_update.pack_gradients(storage, gradients, dtype)
         return {key: each if self.share == 1 else each * self.share for key, each in sums.items()}
 
     def apply(self, sums: "Mapping[_Summed, tf.Tensor]") -> None:
