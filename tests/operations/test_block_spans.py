@@ -35,7 +35,7 @@ class Block(keras.layers.Layer):
 
 
 class Penalty(keras.Model):
-    """A model whose loss also reads weights of its blocks, before or after the blocks do."""
+    """A model with a penalty on weights of its blocks. The loss reads them before or after the blocks do."""
 
     first = False
 
@@ -59,7 +59,7 @@ class PenaltyFirst(Penalty):
 
 
 class LatePenalty(Penalty):
-    """A model whose loss reads a weight of a block in a branch."""
+    """A model with a penalty on weights of its blocks in a branch of the loss."""
 
     def penalty(self) -> Any:
         late = super().penalty

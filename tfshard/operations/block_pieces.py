@@ -90,10 +90,10 @@ class TracedBlock:
     Attributes:
         graph: The graph of the trace.
         operations: Its operations, in order.
-        inputs: What is given: arguments, variables, captured tensors and random tensors.
-        arguments: Those of them that are arguments.
-        drawn: Those of them that are random tensors.
-        outputs: What the block returns.
+        inputs: The given tensors: arguments, variables, captured tensors and random tensors.
+        arguments: The inputs that are arguments.
+        drawn: The inputs that are random tensors.
+        outputs: The results of the block.
         samples: The dim of the samples in each tensor that has samples.
         places: The dim that the model axis shards, of each input that it shards.
         changes: The dim that the model axis shards from here on, or None, of results of `steps.LocalVariables.reshard`.
@@ -406,7 +406,7 @@ class _ShardedFlow:
         return _ShardedUse(wanted=tuple(wanted), places=tuple(found), is_partial=any(partial))
 
     def _attention(self, operation: tf.Operation, places: Sequence[int | None]) -> _ShardedUse:
-        """Return what attention in blocks does with operands whose heads the model axis may shard."""
+        """Return the use of attention in blocks. The model axis may shard the heads of its operands."""
         operands, results = online_softmax.heads_of_call(operation)
         for place, heads, tensor in zip(places, operands, operation.inputs, strict=True):
             if place not in (None, heads):
