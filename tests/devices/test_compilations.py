@@ -78,3 +78,37 @@ def test_second_run_compiles_nothing_with_a_directory_of_the_user(tmp_path):
 def test_every_device_compiles_if_the_script_listed_devices_before():
     before = "import tensorflow as tf; tf.config.list_physical_devices()"
     assert _counts(before=before) == (12, 0)
+
+
+SCHEDULE = """
+import os
+import tensorflow as tf
+import tfshard
+from tfshard import _private
+
+tfshard.initialize(num_devices=4, device_type="CPU")
+assert tf.config.threading.get_intra_op_parallelism_threads() == {threads}
+before = os.environ["XLA_FLAGS"]
+_private.stablehlo(lambda x: 2 * x, [tf.TensorSpec([3])], "CPU")
+assert os.environ["XLA_FLAGS"] == before
+tf.function(lambda x: 2 * x + 1, jit_compile=True)(tf.ones([3]))
+"""
+FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "threads, given, expected",
+    [(1, "", "false"), (2, "", "true"), (1, f" --{FLAG}=true", "true")],
+    ids=["one thread", "two threads", "flag of the user"],
+)
+def test_programs_have_a_schedule_for_one_thread(tmp_path, threads, given, expected):
+    environment = {**os.environ, "XLA_FLAGS": f"--xla_dump_to={tmp_path}{given}"}
+    if threads > 1:
+        environment["TF_NUM_INTRAOP_THREADS"] = str(threads)
+    script = SCHEDULE.format(threads=1 if threads == 1 else 0)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (options,) = tmp_path.glob("*.debug_options")
+    # XLA lists the options that differ from the default, which is true.
+    assert (f"{FLAG}: false" in options.read_text()) == (expected == "false")

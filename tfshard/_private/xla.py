@@ -1,12 +1,20 @@
 """XLA: programs in StableHLO, made of TensorFlow's operations, and the operation that runs them."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla as _xla
 from tensorflow.core.framework import attr_value_pb2
 
+# XLA's environment variable for flags. XLA reads it once, and ends the process on a flag that it does not know.
+_FLAGS = "XLA_FLAGS"
+# The schedule of a CPU program: by default, operations that do not depend on each other run on different threads.
+_SCHEDULE = "--xla_cpu_enable_concurrency_optimized_scheduler"
+# The series of TensorFlow that are known to know the flag.
+_HAVE_SCHEDULE = ("2.21",)
 # The version of XlaCallModule's calling convention. Version 9 has no list of disabled checks.
 _VERSION = 9
 
@@ -21,10 +29,37 @@ def stablehlo(function: Callable[..., Any], specs: Sequence[tf.TensorSpec], devi
         specs: Its arguments, with static shapes.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
     """
-    with tf.init_scope():
+    with tf.init_scope(), _schedule():
         traced = tf.function(function, autograph=False, jit_compile=True)
         generate = traced.experimental_get_compiler_ir(*specs)
         return bytes(generate(stage="stablehlo_serialized", platform_name=device_type))
+
+
+@contextlib.contextmanager
+def _schedule() -> Iterator[None]:
+    """Let a CPU program run one operation after the other if an operation has one thread, until the scope ends.
+
+    The thread is shared by the devices of the process, and devices wait for it (benchmarks/LOG.md, "Compiled blocks").
+    XLA reads the flags when it makes the first program of the process. Flags of the user stay.
+    """
+    before = os.environ.get(_FLAGS)
+    is_file = before is not None and not before.lstrip().startswith("-")
+    if (
+        tf.config.threading.get_intra_op_parallelism_threads() != 1
+        or not tf.__version__.startswith(tuple(f"{each}." for each in _HAVE_SCHEDULE))
+        or is_file
+        or _SCHEDULE in (before or "")
+    ):
+        yield
+        return
+    os.environ[_FLAGS] = " ".join([*filter(None, [before]), f"{_SCHEDULE}=false"])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_FLAGS]
+        else:
+            os.environ[_FLAGS] = before
 
 
 def call_stablehlo(

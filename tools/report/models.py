@@ -123,16 +123,28 @@ def _transformer(model: Model) -> Any:
         def call(self, inputs: Any) -> Any:
             return inputs + self.embeddings
 
+    class Block(layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.attention_norm = layers.LayerNormalization()
+            self.attention = layers.MultiHeadAttention(model.heads, model.width // model.heads)
+            self.feedforward_norm = layers.LayerNormalization()
+            self.up = layers.Dense(4 * model.width, activation="gelu")
+            self.down = layers.Dense(model.width)
+            for layer in (self.attention_norm, self.feedforward_norm, self.up):
+                layer.build(shape)
+            self.attention.build(shape, shape)
+            self.down.build((*shape[:-1], 4 * model.width))
+
+        def call(self, inputs: Any) -> Any:
+            y = self.attention_norm(inputs)
+            x = inputs + self.attention(y, y, use_causal_mask=model.kind == "gpt")
+            return x + self.down(self.up(self.feedforward_norm(x)))
+
     tokens = keras.Input((model.length,), dtype="int32", name="tokens")
     embedding = layers.ReversibleEmbedding(model.vocabulary, model.width, name="token_embedding")
     x = Positions(name="positions")(embedding(tokens))
     for i in range(model.layers):
-        y = layers.LayerNormalization(name=f"block_{i}_attention_norm")(x)
-        attention = layers.MultiHeadAttention(model.heads, model.width // model.heads, name=f"block_{i}_attention")
-        x = x + attention(y, y, use_causal_mask=model.kind == "gpt")
-        y = layers.LayerNormalization(name=f"block_{i}_feedforward_norm")(x)
-        y = layers.Dense(4 * model.width, activation="gelu", name=f"block_{i}_up")(y)
-        x = x + layers.Dense(model.width, name=f"block_{i}_down")(y)
+        x = Block(name=f"block_{i}")(x)
     x = layers.LayerNormalization(name="final_norm")(x)
     return keras.Model(tokens, embedding(x, reverse=True), name=model.kind)
 
