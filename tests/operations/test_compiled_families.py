@@ -30,7 +30,8 @@ def losses(name: str, strategy: tfshard.ShardedStrategy | None) -> tuple[keras.M
         model = families.BUILDERS[name]()
     finally:
         families.SMALL["num_layers"] = layers
-    optimizer = keras.optimizers.SGD(0.01)
+    # T5 does not scale its scores: with 0.01, plain Keras with XLA on one device differs by 3e-4 after ten steps.
+    optimizer = keras.optimizers.SGD(2e-4 if name == "t5" else 0.01)
     if strategy is None:
         model.compile(parity.dense_gradients(optimizer), families.LOSS, jit_compile=False)
     else:
@@ -47,7 +48,7 @@ def reference(name: str) -> list[float]:
 
 # T5's attention layers pass no mask on and warn about it, even on one device.
 @pytest.mark.filterwarnings("ignore:.*does not support masking:UserWarning")
-@pytest.mark.filterwarnings("ignore:Block .* is not compiled. the inputs of 'T5:UserWarning")
+@pytest.mark.filterwarnings("ignore:(?s).*T5TransformerLayer. is not compiled. its devices communicate:UserWarning")
 @pytest.mark.sweep(3)
 @table(
     "families with compiled blocks", ("name", "mesh", "stage"), CASES, always=[("llama", "batch2_model2", 3)], sample=2
