@@ -1,6 +1,6 @@
 """Measure how long the first step takes, against depth: GPT-2 blocks of width 64 on one device and at stage 3.
 
-    python tools/bench/first_step.py --plot=docs/first_step.png
+    python tools/bench/first_step.py --plot=benchmarks/first_step.svg
     python tools/bench/first_step.py --depths=densenet --ways="one device,stage 3"
 
 Each depth and way runs in a separate process. The figures are seconds of the processor (user and system, all threads)
