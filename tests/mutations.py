@@ -1595,7 +1595,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="pipelines",
-        function="tfshard.devices.messages:received",
+        function="tfshard.devices.messages:_received",
         old="return tensor if sent == dtype else tf.bitcast(tensor, dtype)",
         new="return tensor if sent == dtype else tf.cast(tensor, dtype)",
         what="what another client sends has other bits",
