@@ -18,7 +18,7 @@ import threading
 import traceback
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -254,6 +254,8 @@ class Launched(Clients):
 
     Attributes:
         settings: The client's `Settings`.
+        ends_communication: Returns whether the devices of the clients cannot communicate any more after an error of an
+            operation. `startup` sets it.
     """
 
     is_launched = True
@@ -272,6 +274,9 @@ class Launched(Clients):
         self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
         self._operations = self._agreements = 0
         self._inside = False
+        self.ends_communication: Callable[[BaseException], bool] = lambda error: False
+        # The operation and error after which the devices cannot communicate.
+        self._last_failure: tuple[str, str] | None = None
         self._leaving = False
         self._purposes: list[str] = []
         self._has_to_meet = False
@@ -349,6 +354,13 @@ class Launched(Clients):
         if self._inside or threading.current_thread() is not threading.main_thread():
             yield
             return
+        if self._last_failure is not None:
+            raise ClientError(
+                f"Client {self.rank} cannot go on after {self._last_failure[0]} failed: TensorFlow then aborts NCCL's "
+                "communicators between the clients, and cannot make them again in the same processes. Let the error "
+                "end the script. 'tfshard launch --max_restarts=N' then starts all clients again, and the script "
+                f"continues from its last checkpoint. Received: {label}, after {self._last_failure[1]}"
+            )
         self._has_to_meet = False
         number, self._operations = self._operations, self._operations + 1
         if self._purposes:
@@ -362,6 +374,8 @@ class Launched(Clients):
             failed = False
         except BaseException as error:
             text = _text_of(error)
+            if self.ends_communication(error):
+                self._last_failure = label, text
             raise
         finally:
             self._inside = False
