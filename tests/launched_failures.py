@@ -130,9 +130,25 @@ def caught(directory: pathlib.Path) -> None:
         def call(self, x):
             return tf.debugging.check_numerics(x, "not a number in the batch")
 
-    model = tfshard.Sequential([keras.Input((4,)), Check(), keras.layers.Dense(3)])
-    model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy())
+    strategy, check = tfshard.ShardedStrategy(), Check()
     x, y = np.ones((8, 4), "float32"), np.zeros((8, 3), "float32")
+
+    @tf.function
+    def loop(batch):
+        return strategy.run(check, args=(batch,))
+
+    batches = tf.data.Dataset.from_tensor_slices(np.concatenate([x, x + np.nan, x])).batch(8)
+    for batch in strategy.experimental_distribute_dataset(batches):
+        try:
+            loop(batch)
+        except tf.errors.InvalidArgumentError:
+            print(f"LOOP FAILED {os.environ['TFSHARD_RESTART']}", flush=True)
+        except tfshard.errors.ClientError as error:
+            print(f"LOOP REFUSED {error}", flush=True)
+            clients.here()._last_failure = None
+
+    model = tfshard.Sequential([keras.Input((4,)), Check(), keras.layers.Dense(3)])
+    model.compile("sgd", "mse", strategy=strategy)
     model.train_on_batch(x, y)
     try:
         model.train_on_batch(x + np.nan, y)

@@ -86,8 +86,13 @@ def test_the_client_whose_step_fails_is_named_with_its_error(parts):
 def test_a_run_over_nccl_restarts_after_a_failed_step_and_any_other_goes_on(tmp_path):
     done = launch("caught", tmp_path, "--max_restarts=1")
     assert done.returncode == 0, done.stderr
-    assert sorted(said(done, "FAILED")) == ["0", "0", "1", "1"], "premise: the step fails on each client"
-    refused = said(done, "REFUSED")
+    assert sorted(said(done, "] FAILED")) == ["0", "0", "1", "1"], "premise: the step fails on each client"
+    assert sorted(said(done, "LOOP FAILED")) == ["0", "0", "1", "1"], "premise: the loop's step fails, too"
+    of_loop = said(done, "LOOP REFUSED")
+    assert len(of_loop) == 2
+    for message in of_loop:
+        assert re.search(r"Client \d cannot go on after a step failed: .* --max_restarts=N", message)
+    refused = said(done, "] REFUSED")
     assert len(refused) == 2
     for message in refused:
         assert re.search(r"Client \d cannot go on after training step 2 failed: .* --max_restarts=N", message)

@@ -40,6 +40,7 @@ def machine(tmp_path, monkeypatch):
         (8, "GPU-a, GPU-b,GPU-c,GPU-d", 2, None, ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
         (8, "3,1,-1,0", 2, 1, ["3", "1"]),
         (1, "MIG-a,MIG-b", 2, 1, ["MIG-a", "MIG-b"]),
+        (1, "0,0", 2, 1, ["0", "0"]),
     ],
 )
 def test_gpus_are_divided_among_the_clients(number, value, num_processes, devices_per_process, expected, machine):

@@ -162,6 +162,14 @@ class Clients(abc.ABC):
         """
 
     @abc.abstractmethod
+    def communication(self) -> contextlib.AbstractContextManager[None]:
+        """Surround the run of a step's function on the devices of all clients.
+
+        Raises:
+            ClientError: An earlier error has left the devices unable to communicate.
+        """
+
+    @abc.abstractmethod
     def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
         """Mark the body of the context as a step, which is a numbered `operation`.
 
@@ -225,6 +233,9 @@ class Alone(Clients):
     def operation(
         self, label: str, *, first: bool = False, limit: float | None = None, digest: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def communication(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
@@ -354,19 +365,13 @@ class Launched(Clients):
         if self._inside or threading.current_thread() is not threading.main_thread():
             yield
             return
-        if self._last_failure is not None:
-            raise ClientError(
-                f"Client {self.rank} cannot go on after {self._last_failure[0]} failed: TensorFlow then aborts NCCL's "
-                "communicators between the clients, and cannot make them again in the same processes. Let the error "
-                "end the script. 'tfshard launch --max_restarts=N' then starts all clients again, and the script "
-                f"continues from its last checkpoint. Received: {label}, after {self._last_failure[1]}"
-            )
         self._has_to_meet = False
         number, self._operations = self._operations, self._operations + 1
         if self._purposes:
             label = f"{label}, for {self._purposes[0]}"
         if first:
             limit = max(limit or 0.0, self.settings.first_step_timeout)
+        self._check_communication(label)
         self._inside, failed, text = True, True, ""
         self._send("begin", number=number, label=label, limit=limit, digest=digest)
         try:
@@ -374,13 +379,35 @@ class Launched(Clients):
             failed = False
         except BaseException as error:
             text = _text_of(error)
-            if self.ends_communication(error):
-                self._last_failure = label, text
+            self._note_failure(label, error)
             raise
         finally:
             self._inside = False
             # Send the end after an error too, because the script may catch the error.
             self._send("end", number=number, failed=failed, error=text)
+
+    @contextlib.contextmanager
+    def communication(self) -> Iterator[None]:
+        self._check_communication("a step")
+        try:
+            yield
+        except BaseException as error:
+            self._note_failure("a step", error)
+            raise
+
+    def _note_failure(self, label: str, error: BaseException) -> None:
+        if self.ends_communication(error):
+            self._last_failure = label, _text_of(error)
+
+    def _check_communication(self, label: str) -> None:
+        if self._last_failure is not None:
+            before, text = self._last_failure
+            raise ClientError(
+                f"Client {self.rank} cannot go on after {before} failed: TensorFlow then aborts NCCL's communicators "
+                "between the clients, and cannot make them again in the same processes. Let the error end the script. "
+                "'tfshard launch --max_restarts=N' then starts all clients again, and the script continues from its "
+                f"last checkpoint. Received: {label}, after {text}"
+            )
 
     def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
         if self.count > 1 and threading.current_thread() is not threading.main_thread():
