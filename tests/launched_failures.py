@@ -1,5 +1,6 @@
 """Scripts of launched runs that work first, and then end with an error; run by test_launched_failures.py."""
 
+import os
 import pathlib
 import sys
 
@@ -10,7 +11,7 @@ import tensorflow as tf
 import tfshard
 from tfshard import collectives
 from tfshard.checkpoints import writer
-from tfshard.devices import clients
+from tfshard.devices import clients, startup
 
 IMAGES = np.random.RandomState(0).rand(24, 8, 8, 3).astype("float32")
 
@@ -114,6 +115,51 @@ def parts(directory: pathlib.Path) -> None:
     x = np.concatenate([good, bad, good])
     checked.fit(x, np.zeros((24, 3)), batch_size=8, shuffle=False, verbose=0)
     print("NOT NOTICED", flush=True)
+
+
+def caught(directory: pathlib.Path) -> None:
+    """Catch the error of a step that fails on all clients, and train again. As with NCCL, until the restart."""
+    del directory
+    if not int(os.environ["TFSHARD_RESTART"]):
+        startup.uses_nccl = lambda device_type: True
+    tfshard.initialize(num_devices=4)
+
+    class Check(keras.layers.Layer):
+        """Fails on NaN."""
+
+        def call(self, x):
+            return tf.debugging.check_numerics(x, "not a number in the batch")
+
+    strategy, check = tfshard.ShardedStrategy(), Check()
+    x, y = np.ones((8, 4), "float32"), np.zeros((8, 3), "float32")
+
+    @tf.function
+    def loop(batch):
+        return strategy.run(check, args=(batch,))
+
+    batches = tf.data.Dataset.from_tensor_slices(np.concatenate([x, x + np.nan, x])).batch(8)
+    for batch in strategy.experimental_distribute_dataset(batches):
+        try:
+            loop(batch)
+        except tf.errors.InvalidArgumentError:
+            print(f"LOOP FAILED {os.environ['TFSHARD_RESTART']}", flush=True)
+        except tfshard.errors.ClientError as error:
+            print(f"LOOP REFUSED {error}", flush=True)
+            clients.here()._last_failure = None
+
+    model = tfshard.Sequential([keras.Input((4,)), Check(), keras.layers.Dense(3)])
+    model.compile("sgd", "mse", strategy=strategy)
+    model.train_on_batch(x, y)
+    try:
+        model.train_on_batch(x + np.nan, y)
+    except tf.errors.InvalidArgumentError:
+        print(f"FAILED {os.environ['TFSHARD_RESTART']}", flush=True)
+    try:
+        model.train_on_batch(x, y)
+    except tfshard.errors.ClientError as error:
+        print(f"REFUSED {error}", flush=True)
+        model.get_weights()  # Is refused, too.
+    print(f"WENT ON {os.environ['TFSHARD_RESTART']}", flush=True)
 
 
 def last_save(directory: pathlib.Path) -> None:

@@ -23,7 +23,7 @@ from absl import app, flags
 
 import tfshard
 from tfshard import _private, command_line
-from tfshard.devices import startup
+from tfshard.devices import gpus, startup
 from tfshard.errors import ShardingError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.launch import hosts, launcher, options
@@ -204,6 +204,8 @@ def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
     print(f"devices      {started.num_devices} x {started.device_type}")
     threads = tf.config.threading.get_intra_op_parallelism_threads() or "chosen by TensorFlow"
     print(f"threads      {threads}, for one operation")
+    for name, value in gpus.facts():
+        print(f"{name:12} {value}")
     for name, value in startup.switches(started.device_type).items():
         print(f"switch       {name}={value}")
     difference = parity()

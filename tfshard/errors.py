@@ -79,7 +79,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class ClientError(ShardingError):
-    """Clients of a launched run disagree, or a client did not come."""
+    """Clients of a launched run disagree, a client did not come, or the run must restart after a failed step."""
 
 
 class CollectiveError(ShardingError):

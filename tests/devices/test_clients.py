@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import queue
+import re
 import sys
 import threading
 
@@ -200,6 +201,30 @@ def test_an_operation_says_what_it_is_for_and_how_it_failed(launched):
             raise KeyError("lost")
     assert sent[0]["label"] == "an exchange, for model.save of model 'net'"
     assert (sent[1]["failed"], sent[1]["error"]) == (True, "KeyError: 'lost'")
+
+
+def test_a_client_goes_on_after_an_error_unless_its_devices_cannot_communicate_any_more(launched):
+    client, sent = launched
+
+    def fail(error: Exception) -> None:
+        with pytest.raises(type(error)), client.step("training step", [], False):
+            raise error
+
+    failed = tf.errors.InvalidArgumentError(None, None, "an id out of range")
+    fail(failed)
+    client.barrier("a barrier")  # As on CPUs.
+    client.ends_communication = lambda error: isinstance(error, tf.errors.OpError)
+    fail(ValueError("a wrong shape"))
+    client.barrier("a barrier")
+    assert len(sent) == 10, "premise: each began and ended"
+    fail(failed)
+    del sent[:]
+    for action in (lambda: client.step("training step", [], False).__enter__(), lambda: client.barrier("a barrier")):
+        with pytest.raises(tfshard.errors.ClientError) as refused:
+            action()
+        assert re.match(r"Client 1 cannot go on after training step 3 failed.* --max_restarts=N", str(refused.value))
+        assert "an id out of range" in str(refused.value)
+    assert not sent
 
 
 def test_another_thread_agrees_on_nothing(launched):

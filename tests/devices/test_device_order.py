@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 import tfshard
-from tfshard.devices import device_order, replicas, tasks, transfer
+from tfshard.devices import clients, device_order, replicas, tasks, transfer
 from tfshard.errors import MeshError
 from tfshard.layouts.axes import MeshAxes, mesh_name, roles_of
 
@@ -117,6 +117,20 @@ def test_a_group_over_two_processes_names_the_gpus_of_each():
         device_order.check_group("axis 'batch'", devices, np.array([0, 2, 1, 3, 4, 6, 5, 7]))
     with pytest.raises(MeshError, match="Make the mesh with"):
         device_order.check_group("axis 'batch'", devices, np.array([4, 5, 6, 7, 0, 1, 2, 3]))
+
+
+def test_each_client_is_told_the_order_of_its_own_gpus(monkeypatch):
+    """The launcher gives client 1 the last four GPUs of the host."""
+    devices = [f"/job:worker/replica:0/task:{task}/device:GPU:{number}" for task in (0, 1) for number in range(4)]
+    second = type("Second", (clients.Alone,), {"rank": 1, "count": 2, "is_launched": True})()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    with clients.replaced(by=second):
+        with pytest.raises(MeshError, match="start 'tfshard launch' with .* client has CUDA_VISIBLE_DEVICES=4,6,5,7"):
+            device_order.check_group("axis 'batch'", devices, np.array([0, 1, 2, 3, 4, 6, 5, 7]))
+        with pytest.raises(MeshError, match="GPUs of this process are in the right order. The error of another"):
+            device_order.check_group("axis 'batch'", devices, np.array([0, 2, 1, 3, 4, 5, 6, 7]))
+        with pytest.raises(MeshError, match="Make the mesh with"):
+            device_order.check_group("axis 'batch'", devices, np.array([4, 5, 6, 7, 0, 1, 2, 3]))
 
 
 def test_what_was_not_gathered_is_no_order():

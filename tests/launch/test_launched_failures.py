@@ -83,6 +83,25 @@ def test_the_client_whose_step_fails_is_named_with_its_error(parts):
 
 
 @pytest.mark.slow
+def test_a_run_over_nccl_restarts_after_a_failed_step_and_any_other_goes_on(tmp_path):
+    done = launch("caught", tmp_path, "--max_restarts=1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(said(done, "] FAILED")) == ["0", "0", "1", "1"], "premise: the step fails on each client"
+    assert sorted(said(done, "LOOP FAILED")) == ["0", "0", "1", "1"], "premise: the loop's step fails, too"
+    of_loop = said(done, "LOOP REFUSED")
+    assert len(of_loop) == 2
+    for message in of_loop:
+        assert re.search(r"Client \d cannot go on after a step failed: .* --max_restarts=N", message)
+    refused = said(done, "] REFUSED")
+    assert len(refused) == 2
+    for message in refused:
+        assert re.search(r"Client \d cannot go on after training step 2 failed: .* --max_restarts=N", message)
+        assert "not a number in the batch" in message
+    assert "tfshard launch: restart 1 of 1" in done.stderr
+    assert said(done, "WENT ON") == ["1", "1"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_launched", [False, True])
 def test_a_last_save_that_fails_is_told_with_an_exit_code(is_launched, tmp_path):
     done = launch("last_save", tmp_path) if is_launched else launched.run(SCRIPT, "last_save", str(tmp_path))

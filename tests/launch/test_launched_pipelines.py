@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import launched
+import launched_messages
 import launched_pipelines
+import streams
 import sweeps
 import tfshard
 from launched_pipelines import MESHES
@@ -23,10 +25,12 @@ def plain() -> tuple[dict, keras.Model]:
     return launched_pipelines.found_of(model), model
 
 
-def launch(directory: pathlib.Path, num_clients: int, names: list[str]) -> list[dict]:
+def launch(
+    directory: pathlib.Path, num_clients: int, names: list[str], script: str = "launched_pipelines.py"
+) -> list[dict]:
     done = launched.launch(
         f"--num_processes={num_clients}", f"--devices_per_process={4 // num_clients}",
-        str(launched.HERE / "launched_pipelines.py"), str(directory), *names,
+        str(launched.HERE / script), str(directory), *names,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     clients: list[dict] = [{} for _ in range(num_clients)]
@@ -44,22 +48,27 @@ def two(tmp_path_factory) -> tuple[list[dict], pathlib.Path]:
 
 
 def assert_plain(clients: list[dict], name: str) -> None:
+    assert_numbers([client[name] for client in clients])
+    for client in clients:
+        found = client[name]
+        assert found["in flight"] == clients[0][name]["in flight"]
+        assert 0 < found["bubble"] < 1
+        assert found["stored"] == clients[0][name]["stored"], "of all places, told by every client"
+
+
+def assert_numbers(clients: list[dict]) -> None:
     expected, _ = plain()
     moved = np.subtract(
         expected["weights"]["table/embeddings"], launched_pipelines.build().get_layer("table").embeddings
     )
     assert np.max(np.abs(moved)) > 100 * TOLERANCE, "premise"
-    for client in clients:
-        found = client[name]
+    for found in clients:
         for kind in ("fit", "evaluate"):
             for key, value in expected[kind].items():
                 np.testing.assert_allclose(found[kind][key], value, rtol=TOLERANCE, err_msg=f"{kind} {key}")
         np.testing.assert_allclose(found["predict"], expected["predict"], rtol=1e-3, atol=TOLERANCE)
         for path, value in expected["weights"].items():
             np.testing.assert_allclose(found["weights"][path], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=path)
-        assert found["in flight"] == clients[0][name]["in flight"]
-        assert 0 < found["bubble"] < 1
-        assert found["stored"] == clients[0][name]["stored"], "of all places, told by every client"
 
 
 def assert_goes_to_other_meshes(directory: pathlib.Path, name: str) -> None:
@@ -136,3 +145,43 @@ def test_places_of_several_clients_each(tmp_path):
     assert [client["a client each"]["devices"] for client in clients] == [[1, 0], [1, 0], [0, 1], [0, 1]], "premise"
     assert_plain(clients, "a client each")
     assert_goes_to_other_meshes(tmp_path, "a client each")
+
+
+@pytest.fixture(scope="module")
+def through_hosts(tmp_path_factory) -> dict[str, list[dict]]:
+    """The results of each client whose messages take the way of GPUs, by the name of the run."""
+    names = sweeps.taken("messages through hosts", launched_messages.WAYS, always=["1f1b"])
+    found = {}
+    for count in (2, 4):
+        of_count = [name for name in names if launched_messages.WAYS[name][-1] == count]
+        if of_count:
+            clients = launch(tmp_path_factory.mktemp("hosts"), count, of_count, script="launched_messages.py")
+            found |= {name: [client[name] for client in clients] for name in of_count}
+    return found
+
+
+@pytest.mark.slow
+@sweeps.table("messages through hosts", "name", launched_messages.WAYS, always=["1f1b"])
+def test_a_pipeline_with_messages_through_hosts_has_the_numbers_of_one_device(name, through_hosts):
+    for rank, client in enumerate(through_hosts[name]):
+        assert client["senders"] == [f"/job:worker/task:{rank}/device:CPU:0"], "premise"
+        assert client["collective_nccl"], "premise: TensorFlow uses NCCL, except on CPU devices"
+    assert_numbers(through_hosts[name])
+
+
+@pytest.mark.slow
+@sweeps.table("messages through hosts", "name", launched_messages.WAYS, always=["1f1b"])
+def test_messages_through_hosts_cannot_deadlock_in_any_order_of_the_threads(name, through_hosts):
+    devices = through_hosts[name][0]["devices"]
+    steps = list(zip(*(client["steps"] for client in through_hosts[name]), strict=True))
+    assert len(steps) == 8, "premise: three steps of fit, three of evaluate, two of predict"
+    stuck = 0
+    for step in steps:
+        kinds = {kind for events in step for _, kind, *_ in events}
+        assert kinds >= {"begin", "send", "receive", "collective"}, "premise"
+        between_devices = streams.threads_of(step, devices, on_streams=True)
+        stuck += any(not state.has_ended() for state in streams.orders(between_devices))
+        through = streams.threads_of(step, devices, on_streams=False)
+        assert all(state.has_ended() for state in streams.orders(through))
+        assert all(streams.drawn_order(through, seed).has_ended() for seed in range(20))
+    assert stuck, "premise: messages between devices can deadlock"

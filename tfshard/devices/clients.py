@@ -18,7 +18,7 @@ import threading
 import traceback
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -162,6 +162,14 @@ class Clients(abc.ABC):
         """
 
     @abc.abstractmethod
+    def communication(self) -> contextlib.AbstractContextManager[None]:
+        """Surround the run of a step's function on the devices of all clients.
+
+        Raises:
+            ClientError: An earlier error has left the devices unable to communicate.
+        """
+
+    @abc.abstractmethod
     def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
         """Mark the body of the context as a step, which is a numbered `operation`.
 
@@ -227,6 +235,9 @@ class Alone(Clients):
     ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def communication(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -254,6 +265,8 @@ class Launched(Clients):
 
     Attributes:
         settings: The client's `Settings`.
+        ends_communication: Returns whether the devices of the clients cannot communicate any more after an error of an
+            operation. `startup` sets it.
     """
 
     is_launched = True
@@ -272,6 +285,9 @@ class Launched(Clients):
         self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
         self._operations = self._agreements = 0
         self._inside = False
+        self.ends_communication: Callable[[BaseException], bool] = lambda error: False
+        # The operation and error after which the devices cannot communicate.
+        self._last_failure: tuple[str, str] | None = None
         self._leaving = False
         self._purposes: list[str] = []
         self._has_to_meet = False
@@ -355,6 +371,7 @@ class Launched(Clients):
             label = f"{label}, for {self._purposes[0]}"
         if first:
             limit = max(limit or 0.0, self.settings.first_step_timeout)
+        self._check_communication(label)
         self._inside, failed, text = True, True, ""
         self._send("begin", number=number, label=label, limit=limit, digest=digest)
         try:
@@ -362,11 +379,35 @@ class Launched(Clients):
             failed = False
         except BaseException as error:
             text = _text_of(error)
+            self._note_failure(label, error)
             raise
         finally:
             self._inside = False
             # Send the end after an error too, because the script may catch the error.
             self._send("end", number=number, failed=failed, error=text)
+
+    @contextlib.contextmanager
+    def communication(self) -> Iterator[None]:
+        self._check_communication("a step")
+        try:
+            yield
+        except BaseException as error:
+            self._note_failure("a step", error)
+            raise
+
+    def _note_failure(self, label: str, error: BaseException) -> None:
+        if self.ends_communication(error):
+            self._last_failure = label, _text_of(error)
+
+    def _check_communication(self, label: str) -> None:
+        if self._last_failure is not None:
+            before, text = self._last_failure
+            raise ClientError(
+                f"Client {self.rank} cannot go on after {before} failed: TensorFlow then aborts NCCL's communicators "
+                "between the clients, and cannot make them again in the same processes. Let the error end the script. "
+                "'tfshard launch --max_restarts=N' then starts all clients again, and the script continues from its "
+                f"last checkpoint. Received: {label}, after {text}"
+            )
 
     def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
         if self.count > 1 and threading.current_thread() is not threading.main_thread():

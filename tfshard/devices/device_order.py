@@ -14,10 +14,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.devices import messages
+from tfshard.devices import clients, gpus, messages
 from tfshard.errors import MeshError
-
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def check(
@@ -64,26 +62,35 @@ def check_group(group: str, devices: Sequence[str], gathered: np.ndarray) -> Non
 
 def _remedy(devices: list[str], found: list[str]) -> str:
     specs = {name: tf.DeviceSpec.from_string(name) for name in devices}
-    numbers = [specs[name].device_index for name in found if name in specs and specs[name].task == _first(specs).task]
-    if _first(specs).device_type != "GPU" or sorted(found) != sorted(devices) or numbers == sorted(numbers):
+    first = next((name for name in devices if messages.is_here(name)), devices[0])
+    by_task: dict[int, list[int]] = {}
+    for name in found:
+        if name in specs:
+            by_task.setdefault(specs[name].task, []).append(specs[name].device_index)
+    is_sorted = {task: numbers == sorted(numbers) for task, numbers in by_task.items()}
+    if specs[first].device_type != "GPU" or sorted(found) != sorted(devices) or all(is_sorted.values()):
         return "Make the mesh with tfshard.create_mesh, which has the devices in TensorFlow's order."
-    visible = os.environ.get(_VISIBLE, "").split(",") if os.environ.get(_VISIBLE) else None
-    if visible is None:
-        visible = [str(number) for number in range(max(numbers) + 1)]
+    if is_sorted[specs[first].task]:
+        return f"The GPUs of this process are in the right order. The error of another names the {gpus.VISIBLE} to use."
+    numbers = by_task[specs[first].task]
+    value = os.environ.get(gpus.VISIBLE)
+    visible = value.split(",") if value else [str(number) for number in range(max(numbers) + 1)]
     if max(numbers) >= len(visible) or any(map(_is_split, tf.config.list_physical_devices("GPU"))):
         return (
             "Several devices of the mesh are parts of one GPU. Start each process with GPUs that are not split, "
-            f"named in TensorFlow's order by {_VISIBLE}."
+            f"named in TensorFlow's order by {gpus.VISIBLE}."
         )
     ordered = list(visible)
     for place, number in zip(sorted(numbers), numbers, strict=True):
         ordered[place] = visible[number]
-    return f"Name the GPUs of each process in TensorFlow's order: start it with {_VISIBLE}={','.join(ordered)}."
+    right = f"{gpus.VISIBLE}={','.join(ordered)}"
+    if clients.here().is_launched:
+        return (
+            f"Name the GPUs of each client in TensorFlow's order: start 'tfshard launch' with {gpus.VISIBLE}, which it "
+            f"divides among the clients, so that this client has {right}."
+        )
+    return f"Name the GPUs of each process in TensorFlow's order: start it with {right}."
 
 
 def _is_split(gpu: tf.config.PhysicalDevice) -> bool:
     return len(tf.config.get_logical_device_configuration(gpu) or ()) > 1
-
-
-def _first(specs: dict[str, tf.DeviceSpec]) -> tf.DeviceSpec:
-    return next(iter(specs.values()))

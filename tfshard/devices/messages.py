@@ -5,6 +5,13 @@ messages use the transport of all collectives. Messages from one device to anoth
 were sent: both clients must reach the messages of such a pair in the same order. Each pair has a sender thread, so
 sending does not block the caller.
 
+Messages of GPUs go through the memory of both hosts. TensorFlow would broadcast between GPUs by NCCL, with one stream
+for all communicators of a device (NcclManager::GetCommunicator in nccl_manager.cc). A device that sends before it
+receives, and a device that receives before it sends, would then wait for each other forever. A group of CPU devices
+never uses NCCL: TensorFlow 2.21 asks for DEVICE_GPU (AssignCollectiveType in collective_param_resolver_local.cc; also
+read in its machine code). TensorFlow matches messages of hosts by their keys, in a thread for each message
+(UnboundedWorkQueue), so a message only waits for the same message on the other client.
+
 DTensor has meshes without local devices ("remote"). On these meshes, tensors have a layout, a shape and no value, and
 an operation does nothing. Therefore all clients trace and compile the same functions in the same order, which
 determines DTensor's collective numbers.
@@ -85,6 +92,8 @@ def send(tensor: tf.Tensor, source: str, target: str) -> None:
 
 def _send(tensor: tf.Tensor, instance: int, source: str, target: str) -> None:
     with tf.device(_device(source)):
+        if _goes_through_host(source):
+            tensor = tf.identity(tensor)
         if tensor.dtype in _AS:
             tensor = tf.bitcast(tensor, _AS[tensor.dtype])
         elif tensor.dtype not in _TAKEN:
@@ -99,8 +108,16 @@ def wait_until_sent() -> None:
 
 
 def received(shape: Sequence[int], dtype: tf.DType, source: str, target: str) -> tf.Tensor:
-    """Wait for a tensor that another client's device sends to a local device, and return it."""
-    instance, shape = _instance(shape, dtype, source, target), tuple(shape)
+    """Wait for a tensor that another client's device sends to a local device, and return it on that device."""
+    tensor = _received(tuple(shape), dtype, source, target)
+    if not _goes_through_host(target):
+        return tensor
+    with tf.device(target):
+        return tf.identity(tensor)
+
+
+def _received(shape: tuple[int, ...], dtype: tf.DType, source: str, target: str) -> tf.Tensor:
+    instance = _instance(shape, dtype, source, target)
     sent, as_words = _AS.get(dtype, dtype), dtype not in _AS and dtype not in _TAKEN
     words = to_words(np.zeros(shape, dtype.as_numpy_dtype)).shape if as_words else ()
     with tf.device(_device(target)):
@@ -132,11 +149,19 @@ def _place(end: str) -> int:
 
 
 def _device(end: str) -> str:
-    """Return the device that runs an endpoint's operations."""
-    if not end.startswith(_HOST):
+    """Return the device that runs an endpoint's broadcasts."""
+    if end.startswith(_HOST):
+        client = int(end.removeprefix(_HOST))
+    elif _goes_through_host(end):
+        client = client_of(end)
+    else:
         return end
-    task = tasks.of_client(int(end.removeprefix(_HOST)), clients.here().count)
-    return f"/job:{startup.JOB}/task:{task}/device:CPU:0"
+    return f"/job:{startup.JOB}/task:{tasks.of_client(client, clients.here().count)}/device:CPU:0"
+
+
+def _goes_through_host(end: str) -> bool:
+    """Return whether an endpoint is a device whose messages go through its client's host."""
+    return not end.startswith(_HOST) and tf.DeviceSpec.from_string(end).device_type == "GPU"
 
 
 # --- from client to client

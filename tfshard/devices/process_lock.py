@@ -22,6 +22,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
+from tfshard.devices import clients
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -91,8 +92,14 @@ def start() -> None:
     """
     _private.set_device_in(held)
     _private.around_function_calls(_while_called)
-    _private.run_functions_with_steps_in(held)
+    _private.run_functions_with_steps_in(_while_step_runs)
     _private.note_function_locks()
+
+
+@contextlib.contextmanager
+def _while_step_runs() -> Iterator[None]:
+    with held(), clients.here().communication():
+        yield
 
 
 def hold_until_function_returns() -> None:

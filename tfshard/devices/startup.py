@@ -5,6 +5,7 @@ expansions.py, gathers.py, merges.py and reductions.py change further switches b
 
 import dataclasses
 import os
+import sys
 import threading
 
 import keras
@@ -12,7 +13,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import __version__, _private
-from tfshard.devices import allocators, clients, compilations, expansions, tasks
+from tfshard.devices import allocators, clients, compilations, expansions, gpus, tasks
 from tfshard.errors import InitializationError
 
 # docs/design.md, "Switches", explains each value.
@@ -29,6 +30,10 @@ _FORBIDDEN = {
 }
 # The TensorFlow graph optimizer that removes edges: see `_keep_order`.
 _EDGES = "dependency_optimization"
+# TensorFlow's environment variable for the memory of a GPU that it leaves to others, in MiB.
+_RESERVE = "TF_DEVICE_MIN_SYS_MEMORY_IN_MB"
+# TensorFlow's own choice (MinSystemMemory in gpu_device.cc), and the most that tfshard leaves.
+_TENSORFLOWS_RESERVE, _MOST_RESERVE = 1800, 4096
 # TensorFlow's environment variable for the number of threads of an operation.
 _THREADS = "TF_NUM_INTRAOP_THREADS"
 # TensorFlow's job name for the clients of a launched run.
@@ -166,7 +171,12 @@ def _switches_of(device_type: str) -> dict[str, str]:
 
 def scatters_what_it_reduces(device_type: str) -> bool:
     """Return whether devices have a reduce-scatter. Otherwise, DTensor all-reduces and each device keeps its shard."""
-    return device_type == "TPU" or (device_type == "GPU" and os.environ.get(_NCCL, "0") not in _OFF)
+    return device_type == "TPU" or uses_nccl(device_type)
+
+
+def uses_nccl(device_type: str) -> bool:
+    """Return whether devices communicate by NCCL."""
+    return device_type == "GPU" and os.environ.get(_NCCL, "0") not in _OFF
 
 
 def _parts(physical: tf.config.PhysicalDevice) -> int:
@@ -253,6 +263,10 @@ def _join(settings: clients.Settings, num_devices: int | None, device_type: str)
     )
     with client.operation("the start of DTensor"):
         _start(local, device_type, neighbours=settings.num_local)
+    if settings.num_clients > 1 and uses_nccl(device_type):
+        # A failed operation cancels collectives, and a cancelled NCCL collective aborts every communicator of the
+        # process (read in TensorFlow's source, not observed).
+        client.ends_communication = lambda error: isinstance(error, tf.errors.OpError)
     # All servers are up from here on.
     client.barrier("the start of DTensor")
     client.note_start(by_script=not _started_by_tensor)
@@ -304,11 +318,36 @@ def _start(num_devices: int, device_type: str, *, neighbours: int = 1) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
         _share_cores(num_devices * neighbours)
         allocators.return_freed_blocks()
+    if uses_nccl(device_type) and num_devices * clients.here().count > 1:
+        _leave_room_for_nccl()
     # TensorFlow's coordination service did not end a run after a peer had died, and made the run ignore SIGTERM. The
     # launcher watches the clients instead.
     with _private.without_log():
         dtensor.initialize_accelerator_system(device_type, enable_coordination_service=False)
     _private.make_dtensor_synchronous()
+    if device_type == "GPU" and clients.here().local_index == 0:
+        _print_gpus()
+
+
+def _leave_room_for_nccl() -> None:
+    """Leave memory of each GPU to NCCL, unless the user has chosen how much.
+
+    TensorFlow takes all memory but 1.5 to 1.8 GiB, where the CUDA context and its libraries need room, too. Each group
+    of devices has a communicator, and a mesh with two axes has three groups. On four A100s with NVLink, a communicator
+    took 0.5 to 0.7 GiB (github.com/NVIDIA/nccl/issues/964). With fewer links, NCCL has fewer channels and takes less.
+    """
+    smallest = min(gpus.memories(), default=0) >> 20
+    reserve = min(_MOST_RESERVE, smallest // 20)
+    if reserve > _TENSORFLOWS_RESERVE:
+        os.environ.setdefault(_RESERVE, str(reserve))
+
+
+def _print_gpus() -> None:
+    """Print the GPUs of this machine once, and the choices about their memory."""
+    growth = {str(tf.config.experimental.get_memory_growth(gpu)) for gpu in tf.config.list_physical_devices("GPU")}
+    found = [*gpus.facts(), ("memory growth", "/".join(sorted(growth)))]
+    found.append(("MiB left to others", os.environ.get(_RESERVE, "chosen by TensorFlow")))
+    print(f"tfshard: {'; '.join(f'{name}: {text}' for name, text in found)}", file=sys.stderr, flush=True)
 
 
 def _share_cores(devices: int) -> None:

@@ -4,6 +4,7 @@ A *launcher* starts and watches the clients of its host. The launcher of host 0 
 
     options       the options of a launch
     hosts         the hosts of a run: this machine, a list, SLURM, Kubernetes
+    visible_gpus  the GPUs that each client of a host sees
     processes     the processes on this machine: start, watch, end
     watchdog      the operations of each client, and the client that caused a failure
     agreements    agreements among clients, as their launcher sees them

@@ -97,7 +97,7 @@ class Follower:
         if message["kind"] == "start":
             settings = Settings(**{**message["settings"], "secret": self._secret})
             self._restart, self._stopping = settings.restart, False
-            environment = client_environment(settings, self._options.allocator)
+            environment = client_environment(settings, self._options)
             self._processes.start(settings.client_id, self._options.command, environment, message["width"])
         elif message["kind"] == "stop":
             self._restart, self._stopping = message["restart"], True

@@ -4,9 +4,10 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
+from tfshard.devices import gpus
 from tfshard.launch.follower import Follower
 from tfshard.launch.leader import Leader
-from tfshard.launch.options import Launch
+from tfshard.launch.options import Launch, log
 
 
 def launch(options: Launch) -> int:
@@ -18,10 +19,22 @@ def launch(options: Launch) -> int:
     Raises:
         LaunchError: The run cannot start with these options.
     """
+    _log_gpus(options)
     with _signals() as received:
         if options.host_index:
             return Follower(options, received).run()
         return Leader(options, received).run()
+
+
+def _log_gpus(options: Launch) -> None:
+    seen = [variables.get(gpus.VISIBLE) for variables in options.gpus_of_clients]
+    if seen[0] is not None:
+        log(f"the clients of this host see the GPUs {' | '.join(map(str, seen))}.")
+    elif gpus.count() is None:
+        log(
+            "this machine has NVIDIA GPUs, but neither nvidia-smi nor /proc/driver/nvidia/gpus counts them. Set "
+            f"{gpus.VISIBLE} for the launcher, which divides it among the clients."
+        )
 
 
 @contextlib.contextmanager

@@ -178,7 +178,7 @@ class Leader:
         width = len(str(len(self._places) - 1))
         if client.host == 0:
             client.pid = self._processes.start(
-                client.client_id, options.command, client_environment(settings, options.allocator), width
+                client.client_id, options.command, client_environment(settings, options), width
             ).pid
         else:
             self._tell(self._hosts[client.host], "start", settings=dataclasses.asdict(settings), width=width)

@@ -1,6 +1,7 @@
 """The options of a launch, and helpers that all launchers share."""
 
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ from tfshard.command_line import ALLOCATORS, TIMEOUTS
 from tfshard.devices.allocators import environment_of_system_allocator
 from tfshard.devices.clients import Settings
 from tfshard.errors import LaunchError
+from tfshard.launch import visible_gpus
 
 # A launcher counts as lost after this time without a heartbeat.
 HOST_SECONDS = 8.0
@@ -96,6 +98,11 @@ class Launch:
                 f"Received: {len(self.secret or '')} characters"
             )
 
+    @functools.cached_property
+    def gpus_of_clients(self) -> list[dict[str, str]]:
+        """The variables that give each client of this host GPUs of its own."""
+        return visible_gpus.divided(self.num_processes, self.devices_per_process)
+
 
 def log(text: str) -> None:
     print(f"tfshard launch: {text}", file=sys.stderr, flush=True)
@@ -114,11 +121,12 @@ class Clock:
         self.now += min(self._last - last, 0.5)
 
 
-def client_environment(settings: Settings, allocator: str = ALLOCATORS[0]) -> dict[str, str]:
-    """Return the environment variables that the launcher adds for a client."""
+def client_environment(settings: Settings, options: Launch) -> dict[str, str]:
+    """Return the environment variables that the launcher adds for a client of this host."""
     return {
         **settings.to_environment(),
-        **(environment_of_system_allocator() if allocator == "system" else {}),
+        **(environment_of_system_allocator() if options.allocator == "system" else {}),
+        **options.gpus_of_clients[settings.local_index],
         # Keep the output of a killed client.
         "PYTHONUNBUFFERED": "1",
         # Silence the line that DTensor logs for each compiled function on each client.
