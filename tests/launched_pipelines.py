@@ -29,13 +29,16 @@ MESHES = {
 
 
 def build() -> keras.Model:
-    """Return a model with a table that is also the last matrix: the table is on two pipeline ranks."""
+    """Return a model with a table that is also the last matrix: the table is on two pipeline ranks.
+
+    Constants of functional models, such as the factors, are eager tensors, on each pipeline stage.
+    """
     keras.utils.set_random_seed(1)
     inputs = keras.Input((6,), dtype="int32")
     table = keras.layers.ReversibleEmbedding(32, 16, name="table")
     x = table(inputs)
     for number in range(5):
-        x = keras.layers.Dense(16, activation="tanh", name=f"dense_{number}")(x)
+        x = keras.layers.Dense(16, activation="tanh", name=f"dense_{number}")(keras.ops.multiply(x, tf.constant(1.1)))
     x = keras.layers.LayerNormalization(name="norm")(x)
     return keras.Model(inputs, table(x, reverse=True), name="net")
 
