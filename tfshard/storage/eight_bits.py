@@ -21,7 +21,8 @@ import tensorflow as tf
 from tfshard.layouts.variable_layout import BLOCK_ELEMENTS
 
 _DECADES = 7
-_SHIFTS = np.array([0, 8, 16, 24], np.int32)
+# Words of 64 bits: GPUs keep constants, sums and slices of int32 in the memory of the host.
+_SHIFTS = np.array([0, 8, 16, 24], np.int64)
 # Float32 numbers below are rounded to zero by TensorFlow's kernels on CPU.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
@@ -61,20 +62,20 @@ def decode(stored: tf.Tensor) -> tf.Tensor:
         float32, `(..., 256)`.
     """
     scale = _from_bytes(stored[..., BLOCK_ELEMENTS:])
-    number = tf.cast(stored[..., :BLOCK_ELEMENTS], tf.int32) + 256 * tf.cast(scale < 0, tf.int32)
-    return tf.gather(tf.constant(_TABLE), number) * tf.abs(scale)
+    number = tf.cast(stored[..., :BLOCK_ELEMENTS], tf.float32) + 256 * tf.cast(scale < 0, tf.float32)
+    return tf.gather(tf.constant(_TABLE), tf.cast(number, tf.int32)) * tf.abs(scale)
 
 
 def _to_bytes(scale: tf.Tensor) -> tf.Tensor:
     """float32 `(..., 1)` as uint8 `(..., 4)`. DTensor does not expand a bitcast that changes the shape."""
-    words = tf.bitwise.right_shift(tf.bitcast(scale, tf.int32), _SHIFTS)
+    words = tf.bitwise.right_shift(tf.cast(tf.bitcast(scale, tf.int32), tf.int64), _SHIFTS)
     return tf.cast(tf.bitwise.bitwise_and(words, 255), tf.uint8)
 
 
 def _from_bytes(stored: tf.Tensor) -> tf.Tensor:
     """Invert `_to_bytes`."""
-    words = tf.bitwise.left_shift(tf.cast(stored, tf.int32), _SHIFTS)
-    return tf.bitcast(tf.reduce_sum(words, axis=-1, keepdims=True), tf.float32)
+    words = tf.bitwise.left_shift(tf.cast(stored, tf.int64), _SHIFTS)
+    return tf.bitcast(tf.cast(tf.reduce_sum(words, axis=-1, keepdims=True), tf.int32), tf.float32)
 
 
 def _magnitudes(places_of_the_first: int) -> np.ndarray:

@@ -62,7 +62,7 @@ def encoder(how: str | PowerSGD, devices: int) -> Callable[[], tf.Tensor]:
             return gradient - made + tf.matmul(left, right + 1.0, transpose_b=True)
         assert isinstance(how, str)
         encoded = gradient_codes.encode(gradient, how)
-        received = tf.bitwise.bitwise_or(encoded, 1 << 24)  # A different tensor, as if from other devices.
+        received = tf.roll(encoded, 1, axis=0)  # A different tensor, as if from other devices.
         decoded = gradient_codes.decode(encoded, how, _SIDE)
         return gradient - decoded + gradient_codes.decode(received, how, _SIDE)
 

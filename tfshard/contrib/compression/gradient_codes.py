@@ -12,8 +12,10 @@ from tfshard.contrib.compression.compressed_form import BLOCK_WORDS
 from tfshard.layouts.variable_layout import BLOCK_ELEMENTS
 
 _LARGEST = 127
+# Added to a code, so that all codes are positive.
+_BIAS = _LARGEST + 1
 # The bits of a word that are the first of two elements of bfloat16.
-_UPPER = -(1 << 16)
+_UPPER = 0xFFFF0000
 
 
 def encode(values: tf.Tensor, compression: str) -> tf.Tensor:
@@ -24,16 +26,18 @@ def encode(values: tf.Tensor, compression: str) -> tf.Tensor:
         compression: `"bfloat16"` or `"int8"`.
 
     Returns:
-        int32, `(lines, words)`, since an all-gather takes no smaller elements. A word holds two bfloat16 elements or
-        four codes; a block has 256 codes and then its scale. A block with an element that is not finite decodes to NaN.
-        (TensorFlow's bitcast of several elements to one is not used: in a "parted" layout it ends the process.)
+        float32, `(lines, words)`: words of 32 bits, which are no numbers. A word holds two bfloat16 elements or four
+        codes; a block has 256 codes and then its scale. A block with an element that is not finite decodes to NaN.
+        Collectives take no smaller elements, and GPUs keep int32 in the memory of the host. (TensorFlow's bitcast of
+        several elements to one is not used: in a "parted" layout it ends the process.)
     """
     lines, elements = values.shape
     if compression == "bfloat16":
         narrow = tf.cast(tf.pad(values, [[0, 0], [0, elements % 2]]), tf.bfloat16)
         # The upper half of each word is the element.
-        words = tf.reshape(tf.bitcast(tf.cast(narrow, tf.float32), tf.int32), (lines, 2, -1))
-        return _joined(words[:, 0], _shifted(words[:, 1], 16))
+        pairs = tf.reshape(tf.cast(narrow, tf.float32), (lines, 2, -1))
+        lower = tf.bitwise.right_shift(_bits(pairs[:, 1]), _word(16))
+        return tf.bitcast(tf.bitwise.bitwise_or(_bits(pairs[:, 0]), lower), tf.float32)
     values = tf.pad(values, [[0, 0], [0, -elements % BLOCK_ELEMENTS]])
     blocks = tf.reshape(values, (lines, -1, BLOCK_ELEMENTS))
     largest = tf.reduce_max(tf.abs(blocks), axis=-1, keepdims=True)
@@ -41,35 +45,39 @@ def encode(values: tf.Tensor, compression: str) -> tf.Tensor:
     scale = tf.where(is_finite, largest / _LARGEST, np.float32("nan"))
     # A block that is not finite may have any codes.
     codes = tf.round(tf.math.divide_no_nan(blocks, tf.where(is_finite, scale, tf.zeros_like(scale))))
-    codes = tf.clip_by_value(codes, -_LARGEST, _LARGEST)
-    quarters = tf.reshape(tf.cast(codes, tf.int32), (*blocks.shape[:-1], 4, -1))
-    words = tf.bitwise.left_shift(quarters[..., 0, :], 24)
+    codes = tf.clip_by_value(codes, -_LARGEST, _LARGEST) + _BIAS
+    quarters = tf.reshape(codes, (*blocks.shape[:-1], 4, -1))
+    words = _shifted(quarters, 0)
     for quarter in range(1, 4):
-        words = _joined(
-            words, tf.bitwise.left_shift(tf.bitwise.bitwise_and(quarters[..., quarter, :], 255), 24 - 8 * quarter)
-        )
-    return tf.reshape(tf.concat([words, tf.bitcast(scale, tf.int32)], axis=-1), (lines, -1))
+        words = tf.bitwise.bitwise_or(words, _shifted(quarters, quarter))
+    return tf.reshape(tf.concat([tf.bitcast(words, tf.float32), scale], axis=-1), (lines, -1))
 
 
 def decode(encoded: tf.Tensor, compression: str, elements: int) -> tf.Tensor:
     """Return the elements that `encode` rounded: float32, `(lines, elements)`."""
     lines = encoded.shape[0]
     if compression == "bfloat16":
-        words = tf.stack([tf.bitwise.bitwise_and(encoded, _UPPER), tf.bitwise.left_shift(encoded, 16)], axis=1)
-        return tf.reshape(tf.bitcast(words, tf.float32), (lines, -1))[:, :elements]
+        bits = _bits(encoded)
+        halves = tf.bitwise.bitwise_and(bits, _word(_UPPER)), tf.bitwise.left_shift(bits, _word(16))
+        pairs = tf.stack([tf.bitcast(each, tf.float32) for each in halves], axis=1)
+        return tf.reshape(pairs, (lines, -1))[:, :elements]
     blocks = tf.reshape(encoded, (lines, -1, BLOCK_WORDS))
-    words = blocks[..., :-1]
-    # A shift to the right keeps the sign.
-    quarters = [tf.bitwise.right_shift(tf.bitwise.left_shift(words, 8 * quarter), 24) for quarter in range(4)]
-    codes = tf.cast(tf.concat(quarters, axis=-1), tf.float32)
-    values = codes * tf.bitcast(blocks[..., -1:], tf.float32)
+    bits = _bits(blocks[..., :-1])
+    shifted = [tf.bitwise.right_shift(bits, _word(8 * quarter)) for quarter in range(4)]
+    codes = [tf.cast(tf.bitwise.bitwise_and(each, _word(255)), tf.float32) for each in shifted]
+    values = (tf.concat(codes, axis=-1) - _BIAS) * blocks[..., -1:]
     return tf.reshape(values, (lines, -1))[:, :elements]
 
 
-def _joined(words: tf.Tensor, others: tf.Tensor) -> tf.Tensor:
-    return tf.bitwise.bitwise_or(words, others)
+def _bits(values: tf.Tensor) -> tf.Tensor:
+    """Return the bits of float32 elements. On GPUs, all operations on uint32 here are on the device."""
+    return tf.bitcast(values, tf.uint32)
 
 
-def _shifted(words: tf.Tensor, bits: int) -> tf.Tensor:
-    """Shift to the right, and fill up with zeros."""
-    return tf.bitwise.bitwise_and(tf.bitwise.right_shift(words, bits), (1 << 32 - bits) - 1)
+def _word(number: int) -> tf.Tensor:
+    return tf.constant(number, tf.uint32)
+
+
+def _shifted(quarters: tf.Tensor, quarter: int) -> tf.Tensor:
+    """Return the codes of a quarter of each block, at the place of the quarter in a word."""
+    return tf.bitwise.left_shift(tf.cast(quarters[..., quarter, :], tf.uint32), _word(8 * quarter))
