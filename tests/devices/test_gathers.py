@@ -42,14 +42,15 @@ def test_what_two_axes_shard_is_whole_after_one_gather(shape):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int32"])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 2)], ids=str)
-def test_the_data_axis_is_gathered_by_one_collective_beside_model_axes(shape, dtype):
-    """The two axes may shard any dims. The model axis stays sharded, and nothing is added up."""
+@pytest.mark.parametrize("over", ["batch", "model"])
+def test_an_axis_is_gathered_by_one_collective_beside_another(over, shape, dtype):
+    """The two axes may shard any dims. The other axis stays sharded, and nothing is added up."""
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), zero_stage=0)
     mesh = strategy.mesh
     value = tf.cast(np.arange(np.prod(shape)).reshape(shape), dtype).numpy()
-    alone = [tuple("batch" if dim == at else None for dim in range(len(shape))) for at in range(len(shape))]
-    for axes in layouts(shape) + [axes for axes in alone if shape[axes.index("batch")] > 1]:
-        target = tuple(None if axis == "batch" else axis for axis in axes)
+    alone = [tuple(over if dim == at else None for dim in range(len(shape))) for at in range(len(shape))]
+    for axes in layouts(shape) + [axes for axes in alone if shape[axes.index(over)] > 1]:
+        target = tuple(None if axis == over else axis for axis in axes)
         sharded = transfer.host_to_mesh(value, axes, mesh)
         traced = tf.function(lambda tensor, axes=axes, target=target: replicas.gathered(tensor, axes, target, mesh))
         types = [each.type for each in traced.get_concrete_function(sharded).graph.get_operations()]

@@ -1,4 +1,4 @@
-"""Collectives over the data axis: over all its devices, or over the devices of one replica.
+"""Collectives over the data axis, over all its devices or over those of one replica, and gathers over other axes.
 
 DTensor's collectives span full mesh axes, and DTensor shards a dim over one axis only. Its layouts cannot express a
 batch that is sharded over all devices together with variables that are gathered within a host. On meshes with several
@@ -49,29 +49,33 @@ def gathered(tensor: tf.Tensor, axes: Axes, target: Axes, mesh: dtensor.Mesh) ->
     sends twice the bytes and holds the full tensor twice.
     """
     sizes = axis_sizes(mesh)
-    unsharded = tuple(None if axis == sizes.data else axis for axis in axes)
-    is_gather = sizes.data_size > 1 and axes != unsharded == target
-    if not (is_gather and sizes.shards_by_several and tensor.dtype in _DTYPES):
+    over = [axis for axis, kept in zip(axes, target, strict=True) if axis is not None and kept is None]
+    is_gather = len(over) == 1 and target == tuple(None if axis == over[0] else axis for axis in axes)
+    if not (is_gather and sizes[over[0]] > 1 and sizes.shards_by_several and tensor.dtype in _DTYPES):
         return transfer.relayout(tensor, target, mesh)
-    return gather(tensor, axes, mesh)
+    return gather(tensor, axes, mesh, None if over[0] == sizes.data else over[0])
 
 
-def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
-    """All-gather a tensor's local shards within each replica, by one collective.
+def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh, over: str | None = None) -> tf.Tensor:
+    """All-gather a tensor's local shards over an axis, by one collective: by default within each replica.
 
     Args:
-        stored: A tensor with a dim that the data axis shards. All replicas hold equal shards: with several replicas,
-            the dim has a row for each device.
+        stored: A tensor with a dim that the axis shards. All replicas hold equal shards: with several replicas, a dim
+            that the data axis shards has a row for each device.
         axes: The tensor's layout.
         mesh: The mesh.
+        over: The axis, if not the data axis.
 
     Returns:
-        The tensor in the same layout, but replicated over the data axis. With replicas, it has one replica's rows.
+        The tensor in the same layout, but replicated over the axis. With replicas, it has one replica's rows.
     """
     if tf.executing_eagerly():
-        return _in_a_function(gather, stored, axes, mesh)
+        return _in_a_function(functools.partial(gather, over=over) if over else gather, stored, axes, mesh)
     sizes = axis_sizes(mesh)
-    dim = axes.index(sizes.data)
+    axis = over or sizes.data
+    assert axis is not None
+    group_size = sizes[over] if over else sizes.shards
+    dim = axes.index(axis)
     allow_collectives()
     shard = transfer.shard_shape(tuple(stored.shape), transfer.layout(axes, mesh))
     first = [dim, *(each for each in range(len(shard)) if each != dim)]
@@ -83,19 +87,19 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
         is_brain = line.dtype == tf.bfloat16
         rows = tf.raw_ops.CollectiveGatherV2(
             input=tf.bitcast(line, tf.float16) if is_brain else line,
-            group_size=sizes.shards,
-            **_common(_keys_of_replicas(mesh), mesh),
+            group_size=group_size,
+            **_common(_keys_along(mesh, over) if over else _keys_of_replicas(mesh), mesh),
         )
     # The shape is unknown otherwise: in the graph, the local shard's type has the global shape.
-    rows = tf.ensure_shape(rows, (sizes.shards * math.prod(shard),))
+    rows = tf.ensure_shape(rows, (group_size * math.prod(shard),))
     rows = tf.bitcast(rows, tf.bfloat16) if is_brain else rows
-    rows = tf.reshape(rows, [sizes.shards * shard[dim], *(shard[each] for each in first[1:])])
+    rows = tf.reshape(rows, [group_size * shard[dim], *(shard[each] for each in first[1:])])
     rows = transfer.relayout(rows, (None,) * len(shard), mesh)
     if dim:
         rows = tf.transpose(rows, [first.index(each) for each in range(len(shard))])
         # Otherwise DTensor assigns the layout of the consumer, into which it cannot transpose.
         rows = transfer.relayout(rows, (None,) * len(shard), mesh)
-    left = tuple(None if axis == sizes.data else axis for axis in axes)
+    left = tuple(None if each == axis else each for each in axes)
     return local_shards.from_local(rows, left, mesh) if any(left) else rows
 
 
@@ -118,8 +122,16 @@ def meet(mesh: dtensor.Mesh, *, exchanges: bool = False) -> None:
         MeshError: TensorFlow has the devices of a group in another order than the mesh.
     """
     sizes = axis_sizes(mesh)
+    if mesh.to_string() in _met:
+        return
+    if sizes.shards_by_several:
+        for axis in (each for each in sizes.tensor if sizes[each] > 1):
+            stored = transfer.host_to_mesh(np.arange(sizes[axis], dtype="float32"), (axis,), mesh)
+            with clients.here().operation(f"the first meeting of the devices along '{axis}'", first=True):
+                device_order.check(gather(stored, (axis,), mesh, axis), axis, mesh)
     gathers = sizes.replicas > 1 or ((sizes.shards_by_several or exchanges) and sizes.data_size > 1)
-    if not gathers or mesh.to_string() in _met:
+    if not gathers:
+        _met.add(mesh.to_string())
         return
     assert sizes.data is not None
     shape = [*(sizes[axis] for axis in sizes.tensor), sizes.data_size, 1]
@@ -427,20 +439,33 @@ def _keys_of_all(mesh: dtensor.Mesh) -> np.ndarray:
     return _keys(mesh, lambda index: 0 * index, 1, "all")
 
 
-def _keys(mesh: dtensor.Mesh, part: Callable[[np.ndarray], np.ndarray], parts: int, what: str) -> np.ndarray:
-    """Return a key for each part of the data axis and each location on the other axes.
+def _keys_along(mesh: dtensor.Mesh, axis: str) -> np.ndarray:
+    """Return the group keys, by location, for the devices that differ only in their place on an axis."""
+    return _keys(mesh, lambda index: 0 * index, 1, f"along {axis}", axis)
+
+
+def _keys(
+    mesh: dtensor.Mesh,
+    part: Callable[[np.ndarray], np.ndarray],
+    parts: int,
+    what: str,
+    axis: str | None = None,
+) -> np.ndarray:
+    """Return a key for each part of an axis and each location on the other axes.
 
     Args:
         mesh: The mesh.
-        part: Maps an index on the data axis to its part.
+        part: Maps an index on the axis to its part.
         parts: The number of parts.
         what: A name that distinguishes these groups from others.
+        axis: The axis. By default the data axis.
     """
     sizes = axis_sizes(mesh)
+    axis = axis or sizes.data
     at = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
-    assert sizes.data is not None
-    at[sizes.data] = part(at[sizes.data])
-    counts = [parts if axis == sizes.data else size for axis, size in sizes.items()]
+    assert axis is not None
+    at[axis] = part(at[axis])
+    counts = [parts if each == axis else size for each, size in sizes.items()]
     # The meshes of a pipeline differ only in their devices. Other meshes do not list their devices.
     devices = [str(device) for device in mesh.global_devices()]
     arrangement = zlib.crc32(f"{what} {sizes!r} {devices}".encode()) % _ARRANGEMENTS
@@ -452,4 +477,5 @@ def _local_number(numbers: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
     """Return each device's number as a scalar, from numbers with a dim for each axis of the mesh."""
     with local_shards.scope():
         local = local_shards.parted(tf.constant(numbers), tuple(axis_sizes(mesh)), mesh)
-        return tf.reshape(tf.gather(tf.reshape(local, (-1,)), (0,)), ())
+        # A slice, not a lookup: GPUs slice int32 on the host, where a collective reads its keys.
+        return tf.reshape(tf.slice(tf.reshape(local, (-1,)), (0,), (1,)), ())

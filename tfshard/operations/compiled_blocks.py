@@ -39,6 +39,7 @@ from tfshard.operations import (
     programs,
     row_proof,
     samples,
+    sequence,
 )
 from tfshard.operations.block_pieces import Piece, Sharding, TracedBlock
 from tfshard.operations.block_spans import WeightSpan
@@ -601,8 +602,16 @@ class _TracedCall:
         written = [(variable, outside.made(value)) for variable, value in trace.variables.writes.values()]
         given = [*self._given, *variables, *captured, *drawn]
         made = {numbers[inner.ref()]: outer for inner, outer in zip(self._inputs(), given, strict=True)}
+        left: dict[int, Sharding] = {}
+        resharded: dict[tuple[int, Sharding], tf.Tensor] = {}
         for pair in pairs:
-            made |= zip(pair.made, self._called(pair, [made[number] for number in pair.taken]), strict=True)
+            taken = []
+            for number, place in zip(pair.taken, pair.given, strict=True):
+                if (number, place) not in resharded:
+                    resharded[number, place] = self._resharded(made[number], left.get(number, place), place)
+                taken.append(resharded[number, place])
+            made |= zip(pair.made, self._called(pair, taken), strict=True)
+            left |= zip(pair.made, pair.results, strict=True)
         for after, dim in trace.variables.changes:
             before = made.get(numbers[after.op.inputs[0].ref()])
             if before is not None:  # The block returns it.
@@ -617,6 +626,13 @@ class _TracedCall:
             if local_traces.masks_of([inner]):
                 _private.set_mask(result, next(masks))
         return local_traces.replaced(trace.result, results[:count])
+
+    def _resharded(self, tensor: tf.Tensor, before: Sharding, after: Sharding) -> tf.Tensor:
+        """Gather a result of a piece over the model axis, or scatter it, if the next piece needs that."""
+        if before.model == after.model:
+            return tensor
+        rank = tensor.shape.rank
+        return sequence.resharded(tensor, self._layout(rank, before), self._layout(rank, after), self._mesh)
 
     def _called(self, pair: _Pair, given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Run the forward program, and the backward program where a gradient is taken."""

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import transfer
+from tfshard.devices import replicas, transfer
 from tfshard.errors import LayoutError
 from tfshard.graph import auto_layout
 from tfshard.graph.dim_rules import Flow, advance
@@ -142,7 +142,7 @@ class _SequenceCall:
                 return outputs
             if local is not None:
                 return local.reshard(outputs, 1)
-            outputs = _with_pinned_gradient(outputs, self._unsharded(outputs), self._sharded(outputs), self.mesh)
+            outputs = resharded(outputs, self._unsharded(outputs), self._sharded(outputs), self.mesh)
         return outputs
 
     def _fits(self, tensor: tf.Tensor) -> bool:
@@ -175,20 +175,22 @@ class _SequenceCall:
             if local is not None:
                 made = local.reshard(tensor, None)
             else:
-                made = _with_pinned_gradient(tensor, self._sharded(tensor), self._unsharded(tensor), self.mesh)
+                made = resharded(tensor, self._sharded(tensor), self._unsharded(tensor), self.mesh)
             known[key] = tensor, made
         return known[key][1]
 
 
-def _with_pinned_gradient(tensor: tf.Tensor, before: Axes, after: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+def resharded(tensor: tf.Tensor, before: Axes, after: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """Change a tensor's layout from `before` to `after`, and the gradient's layout back.
 
     Both layouts are pinned. Otherwise DTensor would propagate `after` into the reshape of a Dense layer, and merge two
-    sharded dims in the wrong order.
+    sharded dims in the wrong order. A gather is an all-gather on each mesh, where DTensor would all-reduce
+    (devices/gathers.py). If the tensor is a sum over the axis, devices with a reduce-scatter use it, and others
+    all-reduce.
     """
 
     def between(value: tf.Tensor, first: Axes, second: Axes) -> tf.Tensor:
-        return transfer.relayout(transfer.relayout(value, first, mesh), second, mesh)
+        return replicas.gathered(transfer.relayout(value, first, mesh), first, second, mesh)
 
     def apply(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         return between(x, before, after), lambda upstream: between(upstream, after, before)
