@@ -1,8 +1,8 @@
 """The dtype in which DTensor sums bfloat16 gradients of several devices.
 
-On CPU, DTensor always sums in float32. On other devices it sums in bfloat16, unless its mixed-precision pass is on. The
-pass sums in float32 in groups of more than a given number of devices (dtensor_mixed_precision_reduce.cc). It leaves
-float16 unchanged.
+On CPUs and GPUs, DTensor always sums in float32 (dtensor_collective_type_lowering.cc; `python -m tools.gpu lower`
+shows steps for GPUs). On TPUs it sums in bfloat16, unless its mixed-precision pass is on. The pass sums in float32 in
+groups of more than a given number of devices (dtensor_mixed_precision_reduce.cc). It leaves float16 unchanged.
 """
 
 import os

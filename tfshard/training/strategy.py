@@ -83,8 +83,9 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             each variable with a full path that one of them matches.
         prefetch: How many variables or groups ahead of its use a gather starts. For compiled steps; an eager step
             gathers each variable when it reads it.
-        reduce_dtype: The dtype in which the devices reduce bfloat16 gradients: `"float32"`, or `"bfloat16"` for half
-            the bytes. On CPU it is always float32. Gradients of other dtypes are reduced in their dtype.
+        reduce_dtype: The dtype in which TPUs reduce bfloat16 gradients: `"float32"`, or `"bfloat16"` for half the
+            bytes (not run). CPUs and GPUs always reduce them in float32: NCCL in TensorFlow has no bfloat16. Gradients
+            of other dtypes are reduced in their dtype.
         slot_dtype: The dtype in which optimizer slots of float32 variables are stored between steps, rounded after each
             update. By default the slots keep their dtype. `"bfloat16"` takes half the bytes. `"int8"` takes about a
             quarter: blocks of 256 elements of one device share a scale (Dettmers et al. 2022), and slots of variables
