@@ -78,6 +78,7 @@ from tfshard._private.functions import (
     keep_gradients_with_graphs,
     note_function_locks,
     run_functions_with_steps_in,
+    shapes_in_int32,
 )
 from tfshard._private.graphs import (
     TRACKING_ATTRIBUTE,
@@ -324,6 +325,7 @@ __all__ = [
     "open_weights_file",
     "operation_types",
     "optimizer_chain",
+    "shapes_in_int32",
     "variables_of_optimizer",
     "optimizer_references",
     "outer_graph",

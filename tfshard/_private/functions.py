@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
@@ -40,12 +41,16 @@ _CALLS = {
 _steps_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 # Called after each function with steps, before its new functions are renamed.
 _steps_ended: Callable[[], object] | None = None
+# True if constants that give shapes are int32 in functions that DTensor compiles.
+_shapes_are_int32 = False
+# Operations with an argument that GPUs read in the memory of the host: its number, and the attribute of its dtype.
+_SHAPES = {"BroadcastTo": (1, "Tidx"), "Reshape": (1, "Tshape"), "Transpose": (1, "Tperm")}
 # Called with the inputs of each traced function before the function runs.
 _check_inputs: Callable[[Sequence[Any]], object] | None = None
 
 
 def give_unique_names(ended: Callable[[], object] = lambda: None) -> None:
-    """Rename the loop bodies, branches and collectives that DTensor compiled since the last call.
+    """Rename the loop bodies, branches and collectives that DTensor compiled since the last call, and edit shapes.
 
     Bodies: DTensor names a body after an operation that its compiler once had at the same memory address. (The
     OpOrArgLocNameMapper of TensorFlow's region_control_flow_to_functional.cc lives as long as its pass and forgets no
@@ -60,6 +65,8 @@ def give_unique_names(ended: Callable[[], object] = lambda: None) -> None:
     therefore keeps its name. The caller of a renamed function is removed and added again, because the next step must
     not run the caller's old kernels (`EagerContext::RemoveFunction` drops them). The next step instantiates the
     function once more.
+
+    Shapes: see `shapes_in_int32`.
 
     Call this after each step. DTensor treats an integer or string input as a constant if it has fewer than 20 elements
     and is replicated (ExtractSmallTensorValue in its small_constant_optimization.cc, whatever made the tensor). DTensor
@@ -86,8 +93,10 @@ def give_unique_names(ended: Callable[[], object] = lambda: None) -> None:
     # The functions that call the owners. DTensor runs one of these callers on each device.
     callers = [name for name in new if any(called.name in owners for called in _called(new[name]))]
     with_collectives = [name for name in (*bodies, *owners) if _has_dtensor_collectives(new[name])]
-    changed = [*bodies, *owners] if bodies else with_collectives
-    if with_collectives:
+    with_shapes = [name for name in (*bodies, *owners) if _shapes_are_int32 and _make_shapes_int32(new[name])]
+    edited = list(dict.fromkeys([*with_collectives, *with_shapes]))
+    changed = [*bodies, *owners] if bodies else edited
+    if edited:
         changed = [*changed, *callers]
     if changed:
         ended()
@@ -109,6 +118,17 @@ def give_unique_names(ended: Callable[[], object] = lambda: None) -> None:
         names = set(context.list_function_names())
     _known.clear()
     _known.update(names)
+
+
+def shapes_in_int32() -> None:
+    """Make the constants that give shapes int32, in functions that DTensor compiles from now on.
+
+    DTensor makes them int64. On GPUs, TensorFlow has int64 constants in the memory of the device and int32 constants in
+    the memory of the host, where its kernels read shapes. Each int64 shape is therefore copied to the host in each
+    step, and the host waits for the copy.
+    """
+    global _shapes_are_int32
+    _shapes_are_int32 = True
 
 
 def give_unique_names_after(graph: tf.Graph, ended: Callable[[], object]) -> None:
@@ -238,6 +258,38 @@ def _rename_collectives(function: Any) -> None:
     for results in (function.ret, function.control_ret):
         for result, name in list(results.items()):
             results[result] = output(name)
+
+
+def _make_shapes_int32(function: Any) -> bool:
+    """Make the int64 constants of a function (`FunctionDef`) int32 that only give shapes. Returns whether it has any.
+
+    The function keeps constants that give something else, and those that do not fit.
+    """
+    constants = {
+        f"{node.name}:output:0": node
+        for node in function.node_def
+        if node.op == "Const" and node.attr["dtype"].type == tf.int64.as_datatype_enum
+    }
+    uses: dict[str, list[tuple[Any, int]]] = {name: [] for name in constants}
+    for node in function.node_def:
+        for number, name in enumerate(node.input):
+            if name in uses:
+                uses[name].append((node, number))
+    found = False
+    for name, constant in constants.items():
+        if name in function.ret.values() or any(
+            node.op not in _SHAPES or _SHAPES[node.op][0] != number for node, number in uses[name]
+        ):
+            continue
+        values = tf.make_ndarray(constant.attr["value"].tensor)
+        if values.size and np.abs(values).max() > tf.int32.max:
+            continue
+        found = True
+        constant.attr["dtype"].type = tf.int32.as_datatype_enum
+        constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(values, tf.int32))
+        for node, _ in uses[name]:
+            node.attr[_SHAPES[node.op][1]].type = tf.int32.as_datatype_enum
+    return found
 
 
 def keep_gradients_with_graphs() -> None:

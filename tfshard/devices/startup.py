@@ -197,6 +197,8 @@ def _set_switches(device_type: str) -> None:
     for name, value in {**_switches_of(device_type), **expansions.switches()}.items():
         # A user may set a switch to debug a problem.
         os.environ.setdefault(name, value)
+    if device_type == "GPU":
+        _private.shapes_in_int32()
 
 
 def _keep_order(*, of_bodies: bool = False) -> None:

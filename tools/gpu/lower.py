@@ -66,7 +66,11 @@ def lower(configuration: Configuration) -> Result:
     _run(model, configuration)
     known = lowered.functions()
     names = [name for name in lowered.device_functions(known, before) if len(known[name].node_def) > 1]
-    planned = () if configuration.pipeline or configuration.run != "fit" else strategy.plan(model).collectives
+    planned = (
+        ()
+        if configuration.pipeline or configuration.run != "fit"
+        else strategy.plan(model, inputs=configurations.batch(configuration)[0]).collectives
+    )
     return Result(
         step=lowered.read(names, known),
         plain=_plain(configuration),

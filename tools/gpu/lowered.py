@@ -62,11 +62,11 @@ class Step:
             if not place.has_kernel:
                 self.without_kernel[node.op, kernels.dtypes(node)] += 1
             if node.op in _KINDS:
-                self.collectives.append((_KINDS[node.op], place.inputs[0].dtype, _elements(node)))
+                self.collectives.append((_KINDS[node.op], place.inputs[0].dtype, _elements(node, nodes)))
             for number, name in enumerate(each for each in node.input if not each.startswith("^")):
                 producer, _, output = name.partition(":")
                 self._note_copy(node, place.inputs[number], producer, placed[producer].outputs[int(output or 0)], nodes)
-        self.unordered += _unordered(nodes)
+        self.unordered += unordered(nodes)
 
     def _note_copy(
         self,
@@ -127,15 +127,30 @@ def _called(function: function_pb2.FunctionDef) -> Iterator[str]:
             yield from (each.name for each in attribute.list.func)
 
 
-def _elements(node: node_def_pb2.NodeDef) -> int:
-    """Return the number of elements of a collective's result; -1 if the shape is unknown."""
+def _elements(node: node_def_pb2.NodeDef, nodes: Iterable[node_def_pb2.NodeDef]) -> int:
+    """Return the number of elements of a gather's result, or of a reduction's input; -1 if a shape is unknown.
+
+    Only the node behind a gather that tfshard makes has its shape.
+    """
+    if node.op == "CollectiveGatherV2":
+        found = [
+            _size(node),
+            *(_size(each) for each in nodes if _producer(each.input[0] if each.input else "") == node.name),
+        ]
+        return max(found)
+    producer = _producer(node.input[0])
+    return max(_size(each) for each in nodes if each.name == producer)
+
+
+def _size(node: node_def_pb2.NodeDef) -> int:
+    """Return the number of elements of a node's first output; -1 if the shape is unknown."""
     shapes = node.attr["_output_shapes"].list.shape
-    if not shapes or shapes[0].unknown_rank:
+    if not shapes or shapes[0].unknown_rank or any(dim.size < 0 for dim in shapes[0].dim):
         return -1
     return math.prod(dim.size for dim in shapes[0].dim)
 
 
-def _unordered(nodes: list[node_def_pb2.NodeDef]) -> int:
+def unordered(nodes: list[node_def_pb2.NodeDef]) -> int:
     """Return the number of pairs of collectives, or of calls with collectives, without a path between them."""
     known = functions()
     bits = {}
