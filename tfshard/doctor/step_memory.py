@@ -33,7 +33,7 @@ def run(log: CheckLog, started: startup.Runtime, request: CheckRequest) -> None:
             log.note(f"The allocator does not report the peak at ZeRO stage {stage}.")
             continue
         texts.append(f"{measured / planned.peak_bytes:.2f} at stage {stage}")
-        # On one device, the measured peak had all gradients, which the plan does not predict.
+        # On one device, measured peaks are above the plan's (benchmarks/LOG.md, "Checks of all devices").
         if measured > largest and started.num_devices > 1:
             log.fault(
                 f"At ZeRO stage {stage}, a device has {tables.size(measured)} at the peak of a step. The plan predicts "
