@@ -10,6 +10,7 @@ import pytest
 
 import tfshard
 from tfshard import cli, command_line
+from tfshard.doctor import parity_check
 from tfshard.layouts import ZeroStage
 
 MODEL = """
@@ -116,7 +117,7 @@ def run(*arguments) -> int:
 
 
 def test_doctor_fails_when_the_numbers_differ(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "parity", lambda: 0.5)
+    monkeypatch.setattr(parity_check, "parity", lambda: 0.5)
     assert run("doctor") == 1
     assert (
         "parity       FAILED: weights on 4 devices differ from those on one device by at most 5.0e-01"

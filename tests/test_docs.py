@@ -28,7 +28,7 @@ PAGES = sorted(DOCS.glob("**/*.md"))
 # Pages with blocks that take ten seconds.
 SLOW = {"pipelines", "planning", "recipes"}
 # Subpackages that users do not import.
-INNER = {"command_line", "_private", "cli", "operations", "tables"}
+INNER = {"command_line", "_private", "cli", "doctor", "operations", "tables"}
 
 
 # --- the site ----------------------------------------------------------------------------------------

@@ -3,27 +3,26 @@
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import json
 import math
 import os
 import pathlib
-import platform
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
 import tfshard
 from tfshard import _private, command_line
 from tfshard.devices import gpus, startup
+from tfshard.doctor import all_devices, check_runs, environment, parity_check
 from tfshard.errors import ShardingError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.launch import hosts, launcher, options
@@ -174,31 +173,32 @@ def _verify(values: flags.FlagValues, arguments: list[str]) -> int:
 
 def _launch(values: flags.FlagValues, arguments: list[str]) -> int:
     script, *rest = arguments
+    command = (sys.executable, *(["-m"] if values.module else []), script, *rest)
+    return launcher.launch(_launch_options(values, command))
+
+
+def _launch_options(values: flags.FlagValues, command: tuple[str, ...]) -> options.Launch:
+    """Return the options of a launch: those flags that have a value, and the hosts and their secret."""
     found = hosts.find_hosts(values.hosts, values.host_index)
     names = {field.name for field in dataclasses.fields(options.Launch)} & set(values)
     given: dict[str, Any] = {name: values[name].value for name in names - {"hosts", "host_index"}}
-    launched = options.Launch(
-        command=(sys.executable, *(["-m"] if values.module else []), script, *rest),
+    return options.Launch(
+        command=command,
         hosts=found.names,
         host_index=found.index,
         secret=hosts.read_secret(values.secret_file),
         **given,
     )
-    return launcher.launch(launched)
 
 
 # --- tfshard doctor ----------------------------------------------------------------------------------
 
 
 def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
-    del values, arguments
-    print(f"python       {platform.python_version()}")
-    print(f"tfshard      {tfshard.__version__}")
-    for package in ("tensorflow", "keras", "keras-hub", "numpy"):
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
+    del arguments
+    if values[command_line.ALL_DEVICES].value:
+        return all_devices.check_all_devices(_doctor_options(values))
+    for package, version in environment.versions().items():
         print(f"{package:12} {version}")
     started = _start_devices()
     print(f"devices      {started.num_devices} x {started.device_type}")
@@ -208,11 +208,11 @@ def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
         print(f"{name:12} {value}")
     for name, value in startup.switches(started.device_type).items():
         print(f"switch       {name}={value}")
-    difference = parity()
+    difference = parity_check.parity()
     # After a training: some are made by the first mesh, or the first step.
     for patch in _private.patches.made():
         print(f"patch        {patch.target}: {patch.reason}")
-    same = difference <= PARITY_TOLERANCE
+    same = difference <= parity_check.TOLERANCE
     on = f"on {started.num_devices} devices"
     print(
         f"parity       {'ok' if same else 'FAILED'}: weights {on} differ from those on one device by at most "
@@ -221,39 +221,29 @@ def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
     return 0 if same else 1
 
 
+def _doctor_options(values: flags.FlagValues) -> check_runs.DoctorOptions:
+    launch = None
+    if values.num_processes is not None or values.hosts is not None:
+        values["num_processes"].value = values.num_processes or 1
+        launch = _launch_options(values, command=())
+    folder = pathlib.Path(values.report_dir or time.strftime("tfshard-doctor-%Y%m%d-%H%M%S"))
+    # Hosts may share the folder.
+    folder = folder / f"host-{launch.host_index}" if launch is not None and launch.host_index else folder
+    return check_runs.DoctorOptions(
+        folder=folder,
+        names=tuple(values.checks or ()),
+        seconds=values.check_timeout,
+        num_devices=values.num_devices,
+        launch=launch,
+        expected=None if values.links is None else os.path.abspath(values.links),
+    )
+
+
 def _start_devices() -> startup.Runtime:
     """Start all accelerators, or two logical CPU devices."""
     if startup.current() is None and not tf.config.list_physical_devices("GPU"):
         return tfshard.initialize(num_devices=2)
     return tfshard.initialize()
-
-
-# Allows for float32 sums in another order. The weights are about 1.
-PARITY_TOLERANCE = 1e-4
-
-
-def parity() -> float:
-    """Train a tiny model on one device and sharded over all devices with ZeRO stage 3.
-
-    Returns:
-        The largest absolute difference of a weight after three Adam steps.
-    """
-    generator = np.random.default_rng(0)
-    x, y = generator.normal(size=(16, 6)).astype("float32"), generator.normal(size=(16, 3)).astype("float32")
-    runs: list[list[np.ndarray]] = []
-    start: list[np.ndarray] | None = None
-    for strategy in (None, tfshard.ShardedStrategy(zero_stage=3)):
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)])
-        start = start or model.get_weights()
-        model.set_weights(start)
-        if strategy is None:
-            model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
-        else:
-            tfshard.as_distributed(model).compile(keras.optimizers.Adam(0.01), "mse", strategy=strategy)
-        for _ in range(3):
-            model.train_on_batch(x, y)
-        runs.append([np.array(weight) for weight in model.get_weights()])
-    return max(float(np.max(np.abs(ours - theirs))) for ours, theirs in zip(*runs, strict=True))
 
 
 # --- tfshard profile-network -------------------------------------------------------------------------

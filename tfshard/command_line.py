@@ -40,6 +40,8 @@ SIZES = tuple(1 << power for power in range(10, 25, 2))
 ZERO_STAGES = {0: "nothing sharded over the batch axis", 1: "optimizer slots", 2: "and gradients", 3: "and parameters"}
 # Selects the compiled model's optimizer, or Adam.
 AUTO = "auto"
+# The flag with which `doctor` takes all other flags.
+ALL_DEVICES = "all-devices"
 
 _STAGES_TEXT = ", ".join(f"{stage} ({adds})" for stage, adds in ZERO_STAGES.items())
 _LAYOUT_MAP_HELP = "MODULE:NAME of a layout map or of a function that returns one, or auto."
@@ -157,21 +159,54 @@ def _launch_flags() -> flags.FlagValues:
         flag_values=values,
     )
     flags.DEFINE_boolean("module", False, "SCRIPT is a module, as in python -m.", flag_values=values)
+    _define_hosts(values)
+    return values
+
+
+def _define_hosts(values: flags.FlagValues) -> None:
+    """Add the flags that say where launchers and clients run and meet."""
     flags.DEFINE_list("hosts", None, "Names of all hosts, the same list on each.", flag_values=values)
-    integer("host_index", None, "Index of this host in --hosts, from 0.")
+    flags.DEFINE_integer("host_index", None, "Index of this host in --hosts, from 0.", flag_values=values)
     flags.DEFINE_string(
         "address", None, "Address on which host 0 listens. Default: its name in --hosts.", flag_values=values
     )
-    integer("port", 0, f"Port on which host 0 listens. By default a free port; with several hosts {DEFAULT_PORT}.")
-    integer(
+    flags.DEFINE_integer(
+        "port", 0, f"Port on which host 0 listens. By default a free port; with several hosts {DEFAULT_PORT}.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_integer(
         "client_port",
         0,
         "Port of the first client on each host; the other clients use the next ports. By default free ports.",
+        flag_values=values,
     )
     flags.DEFINE_string(
         "secret_file", None, "A file (mode 600) with the secret that the hosts share.", flag_values=values
     )
     flags.DEFINE_boolean("allow_public_address", False, "Listen on a public address.", flag_values=values)
+
+
+def _doctor_flags() -> flags.FlagValues:
+    values = _no_flags()
+    flags.DEFINE_boolean(
+        ALL_DEVICES, False, "Run all checks on all devices, each in processes of its own, and write a report.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_integer("num_devices", None, "Number of devices, in one process. By default all.", flag_values=values)
+    flags.DEFINE_integer(
+        "num_processes", None, "Number of processes on each host, for launched runs. By default one process runs each "
+                               "check.", flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_integer("devices_per_process", None, "Number of devices of each process.", flag_values=values)
+    flags.DEFINE_list("checks", None, "Names of the checks to run. By default all.", flag_values=values)
+    flags.DEFINE_float("check_timeout", 120.0, "Longest time of a check, in seconds.", flag_values=values)
+    flags.DEFINE_string(
+        "report_dir", None, "Folder for the report. By default a new folder with the date.", flag_values=values
+    )
+    flags.DEFINE_string(
+        "links", None, "A file that profile-network --save wrote: the bandwidths to expect.", flag_values=values
+    )
+    _define_hosts(values)
     return values
 
 
@@ -269,7 +304,9 @@ COMMANDS: Mapping[str, Command] = {
         example="docs layers",
     ),
     "doctor": Command(
-        summary="Check versions, devices and switches, and train a tiny model sharded.",
+        options=_doctor_flags,
+        summary="Check versions, devices and switches, and train a tiny model sharded; with --all-devices check "
+        "everything that a bug report needs.",
         example="doctor",
     ),
     "profile-network": Command(
@@ -360,12 +397,12 @@ def answer(arguments: Sequence[str]) -> str | None:
     Example:
 
     >>> from tfshard import command_line
-    >>> print(command_line.answer(["doctor", "--help"]))
-    Usage: tfshard doctor [flags]
+    >>> print(command_line.answer(["docs", "--help"]))
+    Usage: tfshard docs [PAGE] [flags]
     <BLANKLINE>
-    Check versions, devices and switches, and train a tiny model sharded.
+    Print a page of the documentation, or the names of all pages.
     <BLANKLINE>
-    Example: tfshard doctor
+    Example: tfshard docs layers
     >>> command_line.answer(["doctor"]) is None
     True
     """
@@ -442,7 +479,7 @@ def _check(parsed: Parsed) -> None:
             raise UsageError(f"{flag} must be positive. Received: {flag}={value}")
         if flag in _LEAST and isinstance(value, int) and value < _LEAST[flag]:
             raise UsageError(f"{flag} must be at least {_LEAST[flag]}. Received: {flag}={value}")
-        if isinstance(value, list) and flag != "hosts":
+        if isinstance(value, list) and flag not in ("hosts", "checks"):
             numbers(flag, value)
     stages = [given.get("zero_stage", 0), *map(int, given.get("zero_stages", ()))]
     if unknown := set(stages) - set(ZERO_STAGES):
@@ -458,8 +495,30 @@ def _check(parsed: Parsed) -> None:
     for flag in ("layout_map", "batch"):
         if isinstance(given.get(flag), str) and given[flag] and given[flag] != AUTO:
             check_target(given[flag])
+    if parsed.name == "doctor":
+        _check_doctor(given)
     if parsed.name == "launch" and not given["module"] and not os.path.isfile(parsed.arguments[0]):
         raise UsageError(f"The file does not exist. (Launch a module with --module.) Received: {parsed.arguments[0]}")
+
+
+def _check_doctor(given: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for flags of `doctor` that do not fit together."""
+    others = {flag: value for flag, value in given.items() if flag != ALL_DEVICES and value not in (False, [], 0)}
+    others.pop("check_timeout", None)
+    if others and not given[ALL_DEVICES]:
+        raise UsageError(f"These flags need --{ALL_DEVICES}. Received: {others}")
+    is_launched = "num_processes" in given or "hosts" in given
+    if is_launched and "devices_per_process" not in given:
+        raise UsageError(f"Several processes need --devices_per_process. Received: {others}")
+    if is_launched and "num_devices" in given:
+        raise UsageError(
+            "num_devices is for one process. With several, give --num_processes and --devices_per_process. Received: "
+            f"{others}"
+        )
+    if not is_launched and "devices_per_process" in given:
+        raise UsageError(f"devices_per_process needs --num_processes. Received: {others}")
+    if not given["check_timeout"] > 0:
+        raise UsageError(f"check_timeout must be positive. Received: check_timeout={given['check_timeout']}")
 
 
 # The minimum values of integer flags.

@@ -28,7 +28,7 @@ def count() -> int | None:
     Asks nvidia-smi, which every driver has. Without it, counts the driver's entries in /proc. Returns None if neither
     exists, but a GPU does.
     """
-    listed = _smi("-L")
+    listed = smi("-L")
     if listed is not None:
         return len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
     if _DRIVER.is_dir():
@@ -38,7 +38,7 @@ def count() -> int | None:
 
 def has_partitions() -> bool:
     """Return whether a GPU is split into MIG devices, which CUDA_VISIBLE_DEVICES names by their ids."""
-    return re.search(r"^\s+MIG ", _smi("-L") or "", re.MULTILINE) is not None
+    return re.search(r"^\s+MIG ", smi("-L") or "", re.MULTILINE) is not None
 
 
 def visible(value: str) -> list[str]:
@@ -57,21 +57,26 @@ def visible(value: str) -> list[str]:
 
 def memories() -> list[int]:
     """Return the bytes of memory of each GPU of this machine. Empty if nvidia-smi does not tell."""
-    found = _smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    found = smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     return [int(line) << 20 for line in (found or "").split() if line.isdigit()]
 
 
 def facts() -> list[tuple[str, str]]:
     """Return the GPUs, their links, NCCL's version and NCCL's environment variables, each as a name and a text."""
-    cards = collections.Counter((_smi("--query-gpu=name,memory.total", "--format=csv,noheader") or "").splitlines())
+    cards = collections.Counter((smi("--query-gpu=name,memory.total", "--format=csv,noheader") or "").splitlines())
     found = [("gpus", "; ".join(f"{number} x {card.strip()}" for card, number in cards.items()) or "none found")]
     if sum(cards.values()) > 1:
-        kinds = [f"{kind} between {pairs} pairs" for kind, pairs in links(_smi("topo", "-m") or "").items()]
+        kinds = [f"{kind} between {pairs} pairs" for kind, pairs in links(smi("topo", "-m") or "").items()]
         found.append(("links", ", ".join(kinds) or "unknown"))
     if VISIBLE in os.environ:
         found.append(("visible", f"{VISIBLE}={os.environ[VISIBLE]}"))
     found.append(("nccl", nccl_version() or "not installed"))
-    return found + [("nccl", f"{name}={value}") for name, value in sorted(os.environ.items()) if name[:5] == "NCCL_"]
+    return found + [("nccl", f"{name}={value}") for name, value in nccl_variables().items()]
+
+
+def nccl_variables() -> dict[str, str]:
+    """Return NCCL's environment variables."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
 
 
 def links(matrix: str) -> dict[str, int]:
@@ -110,7 +115,7 @@ def version_of(number: int) -> str:
 
 
 @functools.cache
-def _smi(*arguments: str) -> str | None:
+def smi(*arguments: str) -> str | None:
     """Run nvidia-smi once for each command. Returns its output, or None if it is missing or fails."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SECONDS)

@@ -50,15 +50,16 @@ class Process:
             self._readers.append(reader)
 
     def _copy(self, pipe: IO[bytes], out: IO[str], prefix: str, keep: bool) -> None:
-        for line in pipe:
-            text = line.decode(errors="replace").rstrip("\n")
-            if keep:
-                self._tail.append(text)
-            try:
-                out.write(f"{prefix}{text}\n")
-                out.flush()
-            except (OSError, ValueError):
-                pass  # Nobody reads the log any more. Keep emptying the pipe.
+        with pipe:
+            for line in pipe:
+                text = line.decode(errors="replace").rstrip("\n")
+                if keep:
+                    self._tail.append(text)
+                try:
+                    out.write(f"{prefix}{text}\n")
+                    out.flush()
+                except (OSError, ValueError):
+                    pass  # Nobody reads the log any more. Keep emptying the pipe.
 
     def poll(self) -> bool:
         """Return whether the process has ended. If so, its process group is gone too."""
