@@ -151,8 +151,11 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             return super().fit(*args, **kwargs)
         kwargs = _quiet(keras.Model.fit, args, kwargs)
         watching.check_can_write(callbacks)
-        with strategy.watched.by([each for each in callbacks if isinstance(each, watching.StepWatcher)]):
-            return super().fit(*args, **kwargs)
+        try:
+            with strategy.watched.by([each for each in callbacks if isinstance(each, watching.StepWatcher)]):
+                return super().fit(*args, **kwargs)
+        finally:
+            datasets.drop_read_ahead(self)
 
     @functools.wraps(keras.Model.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
