@@ -1227,6 +1227,22 @@ MUTATIONS = [
     ),
     Mutation(
         area="data",
+        function="tfshard.training.datasets:iterator_state",
+        old="iterator.read_ahead() if isinstance(iterator, ShardedIterator) else []",
+        new="iterator.read_ahead()[:0] if isinstance(iterator, ShardedIterator) else []",
+        what="a resumed run skips the batches that were read ahead of the step",
+        killed_by="tests/checkpoints/test_resume.py::test_a_position_with_batches_read_ahead_holds_them_and_needs_an_iterator_with_a_place_for_them",
+    ),
+    Mutation(
+        area="data",
+        function="tfshard.training.read_ahead:ReadAhead._is_full",
+        old="len(self._waiting) >= self.depth",
+        new="len(self._waiting) > self.depth",
+        what="one batch more than wanted is read ahead",
+        killed_by="tests/training/test_read_ahead.py::test_items_come_in_order_and_at_most_depth_of_them_wait[1]",
+    ),
+    Mutation(
+        area="data",
         function="tfshard.devices.batching:StagedTensor.on_mesh",
         old="            clients.here().note_checksum(tensor, self.checksum)\n",
         new="            pass\n",

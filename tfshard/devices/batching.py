@@ -176,12 +176,14 @@ class StagedBatch:
     """A batch on its way to the mesh.
 
     Attributes:
-        leaves: The (nested) batch, with a `StagedTensor` for each leaf that goes to the mesh.
+        host: The (nested) batch.
+        leaves: The leaves of the batch, with a `StagedTensor` for each leaf that goes to the mesh.
         told: What the clients must agree on before they use the batch. None if they need no agreement.
         fault: The error of an already sharded batch, which is raised after the agreement.
     """
 
-    leaves: Any
+    host: Any
+    leaves: Sequence[Any]
     told: Mapping[str, object] | None = None
     fault: Exception | None = None
 
@@ -191,9 +193,8 @@ class StagedBatch:
             _agree_on_parts(self.told)
         if self.fault is not None:
             raise self.fault
-        return tf.nest.map_structure(
-            lambda leaf: leaf.on_mesh() if isinstance(leaf, StagedTensor) else leaf, self.leaves
-        )
+        leaves = [leaf.on_mesh() if isinstance(leaf, StagedTensor) else leaf for leaf in self.leaves]
+        return tf.nest.pack_sequence_as(self.host, leaves)
 
 
 def stage_batch(
@@ -207,18 +208,19 @@ def stage_batch(
         already_sharded: As for `batch_to_mesh`.
         on_devices: True to copy the shards to their devices now. By default the packing of the DTensor copies them.
     """
+    leaves = tf.nest.flatten(batch)
 
-    def staged() -> Any:
-        return tf.nest.map_structure(lambda leaf: stage(leaf, mesh, already_sharded, on_devices=on_devices), batch)
+    def staged() -> list[Any]:
+        return [stage(leaf, mesh, already_sharded, on_devices=on_devices) for leaf in leaves]
 
-    dense = [leaf for leaf in tf.nest.flatten(batch) if not _stays(leaf) and not isinstance(leaf, tf.RaggedTensor)]
-    if not already_sharded or not dense:
-        return StagedBatch(leaves=staged())
-    told = _told_of_parts(dense, mesh)
+    if not already_sharded:
+        return StagedBatch(host=batch, leaves=staged())
+    dense = [leaf for leaf in leaves if not _stays(leaf) and not isinstance(leaf, tf.RaggedTensor)]
+    told = _told_of_parts(dense, mesh) if dense else None
     try:
-        return StagedBatch(leaves=staged(), told=told)
+        return StagedBatch(host=batch, leaves=staged(), told=told)
     except Exception as fault:
-        return StagedBatch(leaves=None, told=told, fault=fault)
+        return StagedBatch(host=batch, leaves=[], told=told, fault=fault)
 
 
 def stage(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False, *, on_devices: bool = False) -> Any:
@@ -232,21 +234,20 @@ def stage(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False, *, on_d
             "Ragged batches cannot be put on a mesh. Make them dense in the input pipeline, for example with "
             f"RaggedTensor.to_tensor. Received: a {type(value).__name__} of shape={value.shape}"
         )
-    with tf.device("CPU:0"):
-        host = _host_value(value)
-        shape = tuple(host.shape)
-        if already_sharded and shape:
-            return _staged_rows(host, mesh, on_devices)
-        axes, sizes = batch_axes(shape, mesh), axis_sizes(mesh)
-        parts = [boxes.shard_box(shape, axes, sizes, location) for location in mesh.local_device_locations()]
-        here = clients.here()
-        return StagedTensor(
-            shards=_shards(host, parts, mesh, on_devices),
-            shape=shape,
-            dtype=tf.as_dtype(host.dtype),
-            layout=transfer.layout(axes, mesh),
-            checksum=here.checksum(transfer.host_view(host)) if here.is_launched else None,
-        )
+    host = _host_value(value)
+    shape = tuple(host.shape)
+    if already_sharded and shape:
+        return _staged_rows(host, mesh, on_devices)
+    axes, sizes = batch_axes(shape, mesh), axis_sizes(mesh)
+    parts = [boxes.shard_box(shape, axes, sizes, location) for location in mesh.local_device_locations()]
+    here = clients.here()
+    return StagedTensor(
+        shards=_shards(host, parts, mesh, on_devices),
+        shape=shape,
+        dtype=tf.as_dtype(host.dtype),
+        layout=transfer.layout(axes, mesh),
+        checksum=here.checksum(transfer.host_view(host)) if here.is_launched else None,
+    )
 
 
 def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> Any:
@@ -305,11 +306,12 @@ def _shards(host: Any, parts: Sequence[boxes.Box], mesh: dtensor.Mesh, on_device
 
 
 def _cut(host: Any, part: boxes.Box) -> tf.Tensor:
-    if tf.is_tensor(host):
-        # Rows of a tensor are a view, if they are aligned.
+    if isinstance(host, np.ndarray):
+        rows = host[part.slices]
+        return host_memory.tensor_of(rows) if rows.nbytes >= _LARGE else tf.constant(rows)
+    with tf.device("CPU:0"):
+        # A view, if the rows are aligned.
         return host if tuple(host.shape) == part.shape else host[part.offset[0] : part.offset[0] + part.shape[0]]
-    rows = host[part.slices]
-    return host_memory.tensor_of(rows) if rows.nbytes >= _LARGE else tf.constant(rows)
 
 
 def on_host(value: Any) -> Any:
