@@ -224,6 +224,33 @@ def test_a_fit_that_stops_early_leaves_no_thread_and_no_batch(error):
 
 
 @pytest.mark.usefixtures("prefetched")
+def test_the_batches_of_a_validation_are_dropped_at_its_end_and_those_of_the_training_at_theirs():
+    pipeline, model = Pipeline(), compiled(True)
+    made: list[datasets.ShardedIterator] = []
+    waiting: list[list[int]] = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if not made:
+                made.append(datasets.epochs_of(self.model)._distributed_dataset.current)
+
+        def on_test_batch_end(self, batch, logs=None):
+            made[1:] = [datasets.epochs_of(self.model)._distributed_dataset.current]
+
+        def on_epoch_end(self, epoch, logs=None):
+            waiting.append([len(each.read_ahead()) for each in made])
+            self.model.stop_training = True
+
+    held_out = SAMPLES.batch(8).repeat()
+    model.fit(
+        pipeline.dataset, steps_per_epoch=2, epochs=2, validation_data=held_out, validation_steps=2, verbose=0,
+        callbacks=[Look()],
+    )  # fmt: skip
+    assert waiting == [[1, 0]]
+    assert [each.read_ahead() for each in made] == [[], []]
+
+
+@pytest.mark.usefixtures("prefetched")
 def test_an_error_of_the_pipeline_is_raised_at_the_step_that_takes_the_batch():
     pipeline, model = Pipeline(fails_at=3), compiled(True)
     watch = Watch(pipeline)

@@ -1,6 +1,7 @@
 """Datasets with batches on the mesh, and the saved position in them."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -263,23 +264,41 @@ def without_tuning(dataset: Iterable[Any]) -> Iterable[Any]:
 _epochs: _private.WeakIdentityDict[keras.Model, weakref.ref[object]] = _private.WeakIdentityDict()
 
 
+# The epoch iterators of the `fit` or `evaluate` that runs on a model.
+_running: _private.WeakIdentityDict[keras.Model, list[object]] = _private.WeakIdentityDict()
+
+
 def note_epochs(model: keras.Model, epochs: object) -> None:
-    """Record the epoch iterator of a `fit` that begins."""
+    """Record the epoch iterator of a `fit` or `evaluate` that begins."""
     _epochs[model] = weakref.ref(epochs)
+    if (running := _running.get(model)) is not None:
+        running.append(epochs)
+
+
+@contextlib.contextmanager
+def read_ahead_dropped(model: keras.Model) -> Iterator[None]:
+    """Drop the batches that a `fit` or `evaluate` in this context has read ahead, when the context ends.
+
+    Keras's iterators of a `fit` that stops early refer to each other, and stay until Python looks for such cycles.
+    """
+    noted: list[object] = []
+    outer, _running[model] = _running.get(model), noted
+    try:
+        yield
+    finally:
+        _running.pop(model)
+        if outer is not None:
+            _running[model] = outer
+        for epochs in noted:
+            dataset = _private.EpochIterator(epochs).dataset
+            if isinstance(dataset, ShardedDataset) and dataset.current is not None:
+                dataset.current.close()
 
 
 def epochs_of(model: keras.Model) -> object | None:
     """Return the epoch iterator of the latest `fit`, or None."""
     found = _epochs.get(model)
     return None if found is None else found()
-
-
-def drop_read_ahead(model: keras.Model) -> None:
-    """Drop the batches that the latest `fit` read ahead. A `fit` that stopped early may stay in a reference cycle."""
-    epochs = epochs_of(model)
-    dataset = None if epochs is None else _private.EpochIterator(epochs).dataset
-    if isinstance(dataset, ShardedDataset) and dataset.current is not None:
-        dataset.current.close()
 
 
 def iterator_savers(strategy: tf.distribute.Strategy | None) -> int:

@@ -42,13 +42,13 @@ class ReadAhead(Generic[_Item]):
 
     def peek(self) -> _Item:
         """Return the next item, and leave it the next item."""
-        with self._changed:
-            while self._is_reading and not self._waiting:
-                self._changed.wait()
-            found = self._waiting[0] if self._waiting else None
-        if found is None:
-            found = self._attempt()
-            self._waiting.append(found)
+        if self._is_reading:
+            with self._changed:
+                while self._is_reading and not self._waiting:
+                    self._changed.wait()
+        if not self._waiting:
+            self._waiting.append(self._attempt())
+        found = self._waiting[0]
         if found.error is not None:
             self._waiting.popleft()
             raise found.error
@@ -57,6 +57,9 @@ class ReadAhead(Generic[_Item]):
     def take(self) -> _Item:
         """Return the next item, and read those that follow in a thread."""
         item = self.peek()
+        if not self.depth:
+            self._waiting.popleft()
+            return item
         with self._changed:
             self._waiting.popleft()
             if self._is_reading or self._is_full():
@@ -65,7 +68,11 @@ class ReadAhead(Generic[_Item]):
         thread = threading.Thread(target=self._fill, name="tfshard-input", daemon=True)
         _wait_at_exit()
         _threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:  # Ctrl-C may also come once the thread reads.
+            self._is_reading = thread.ident is not None and self._is_reading
+            raise
         return item
 
     def waiting(self) -> list[_Item]:
