@@ -1,6 +1,8 @@
 """Batches that a thread copies to the devices ahead of the step, in the order of plain Keras, and not too many."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -328,6 +330,31 @@ def test_optional_values_end_with_the_data_that_are_read_ahead():
     assert not iterator.get_next_as_optional().has_value() and iterator.exhausted
     with pytest.raises(tf.errors.OutOfRangeError):
         iterator.get_next()
+
+
+_BLOCKED = """
+import threading
+import numpy as np
+import tensorflow as tf
+import tfshard
+
+def batches():
+    yield np.ones((4, 2), "float32")
+    threading.Event().wait()
+
+tfshard.initialize(num_devices=2, device_type="CPU")
+strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2))
+dataset = tf.data.Dataset.from_generator(batches, output_signature=tf.TensorSpec((4, 2)))
+iterator = iter(strategy.experimental_distribute_dataset(dataset, tf.distribute.InputOptions()))
+print(next(iterator).shape, [each.name for each in threading.enumerate()])
+"""
+
+
+@pytest.mark.slow
+def test_a_program_ends_while_a_thread_waits_for_data_that_never_come():
+    done = subprocess.run([sys.executable, "-c", _BLOCKED], capture_output=True, text=True, timeout=120)
+    assert "tfshard-input" in done.stdout, "premise"
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # --- the shards of a batch
