@@ -105,6 +105,10 @@ def test_a_position_with_batches_read_ahead_holds_them_and_needs_an_iterator_wit
         assert [batch["rows"].numpy().tolist() for batch in resumed] == seen[2:]
         datasets.restore_iterator(resumed := iter(sharded), again)
         assert [batch["rows"].numpy().tolist() for batch in resumed] == seen[2:]
+        datasets.restore_iterator(resumed, state)  # It was used to its end.
+        next(resumed)
+        datasets.restore_iterator(resumed, state)  # It has read ahead.
+        assert [batch["rows"].numpy().tolist() for batch in resumed] == seen[2:]
     with pytest.raises(tfshard.errors.CheckpointError, match="had read batches ahead"):
         datasets.restore_iterator(iter(samples), state)
     with pytest.raises(tfshard.errors.CheckpointError, match="had read batches ahead"):

@@ -296,7 +296,7 @@ def _shards(host: Any, parts: Sequence[boxes.Box], mesh: dtensor.Mesh, on_device
     cut = {part: _cut(host, part) for part in parts}
     shards = [cut[part] for part in parts]
     # On a GPU, the result of an eager operation of int32 is in the memory of the host.
-    if not on_devices or host.dtype == tf.int32:
+    if not on_devices or tf.as_dtype(host.dtype) == tf.int32:
         return shards
     copied = []
     for shard, device in zip(shards, mesh.local_devices(), strict=True):
@@ -359,11 +359,12 @@ def _told_of_parts(leaves: list[Any], mesh: dtensor.Mesh) -> dict[str, object]:
 
     Clients that differ only in model axes have the same part of the batch, and must feed the same rows.
     """
-    arrays = [_host_array(leaf) for leaf in leaves]
-    told: dict[str, object] = {"shapes and dtypes": [[list(array.shape), array.dtype.name] for array in arrays]}
+    values = [_host_value(leaf) for leaf in leaves]
+    shapes = [[list(value.shape), tf.as_dtype(value.dtype).name] for value in values]
+    told: dict[str, object] = {"shapes and dtypes": shapes}
     part = InputShard.of(mesh)
     if part.count < clients.here().count:
-        rows = checksums.of_text(str([checksums.of_array(array) for array in arrays]))
+        rows = checksums.of_text(str([checksums.of_array(transfer.host_view(value)) for value in values]))
         told[f"checksum of the rows of part {part.index} (from 0) of {part.count}"] = rows
     return told
 

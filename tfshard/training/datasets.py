@@ -151,8 +151,13 @@ class ShardedIterator:
         """
         return [*(batch.host for batch in self._ahead.waiting()), *self.host.saved]
 
+    def start_again(self) -> None:
+        """Drop the batches that were read ahead, to take the next batch from a new position of the host iterator."""
+        self._ahead.clear()
+        self.exhausted = False
+
     def close(self) -> None:
-        """Drop the batches that were read ahead."""
+        """Drop the batches that were read ahead, and read no more ahead."""
         self._ahead.close()
 
 
@@ -385,7 +390,10 @@ def restore_iterator(iterator: object, state: tf.Tensor) -> None:
         if not state.shape.rank:
             state, batches = _value_of(state, _WITH_BATCHES)
             saved = [_value_of(each, host.element_spec) for each in tf.unstack(batches)]
-    holder = iterator.host if isinstance(iterator, ShardedIterator) else iterator
+    holder: object = iterator
+    if isinstance(iterator, ShardedIterator):
+        iterator.start_again()
+        holder = iterator.host
     if saved and not isinstance(holder, HostBatches):
         raise CheckpointError(
             "The checkpoint was saved with an iterator over sharded batches that had read batches ahead. Restore it "

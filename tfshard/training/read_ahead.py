@@ -86,6 +86,13 @@ class ReadAhead(Generic[_Item]):
                 raise errors[0]
             return [item for each in self._waiting for item in each.items]
 
+    def clear(self) -> None:
+        """Drop the items that wait, once no thread reads."""
+        with self._changed:
+            while self._is_reading:
+                self._changed.wait()
+            self._waiting.clear()
+
     def close(self) -> None:
         """Drop the items that wait, and read no more ahead. Does not wait for a thread that reads."""
         with self._changed:
