@@ -19,6 +19,7 @@ import tfshard
 from resuming import Batches
 from tfshard.checkpoints import training_state
 from tfshard.devices import clients
+from tfshard.training import datasets
 
 RANDOM = np.random.RandomState(0)
 # Batches of 8, 8 and 5: the last batch is replicated.
@@ -348,6 +349,9 @@ def main(options: dict) -> Iterable[tuple[str, object]]:
         parts = Sharded(tfshard.ShardedStrategy(first.strategy.mesh, already_sharded=True))
         yield "parts", part_of_each(parts)
         yield "resumed", resumed_parts(parts, directory / "parts")
+        datasets.PREFETCH["CPU"] = 1
+        yield "copied ahead", [part_of_each(parts), resumed_parts(parts, directory / "ahead")]
+        datasets.PREFETCH["CPU"] = 0
         yield "checkpoint", checkpoints(Sharded.on("model across clients, stage 2"), directory / "checkpoints")
 
 

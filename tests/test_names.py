@@ -41,7 +41,7 @@ ELSEWHERE = {
     *("dense_kernel_momentum", "block3", "block_3", "train.py"),
     "test_adam_matches_one_device_when_dim_does_not_divide",
     # In TensorFlow's C++ code, and functions nested in TensorFlow's functions.
-    *("FillPhiloxRandom", "FillCollectiveParams", "ShouldFoldInput", "_read_variable_op"),
+    *("FillPhiloxRandom", "FillCollectiveParams", "NeedStaging", "ShouldFoldInput", "_read_variable_op"),
     *("eager_pure_optimization", "custom_gradient._graph_mode_decorator"),
 }
 

@@ -69,6 +69,52 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(kind, at, 
         assert logged == run.history[name][-len(logged) :], name
 
 
+@pytest.mark.parametrize("ahead, later", [(1, 1), (2, 0), (0, 2)])
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("kind", ["tf.data of unknown length", "tf.data with steps_per_epoch"])
+def test_a_run_that_read_ahead_resumes_with_the_batches_that_it_had_not_trained(
+    kind, ahead, later, whole, tmp_path, monkeypatch
+):
+    run, _ = whole(kind)
+    monkeypatch.setitem(datasets.PREFETCH, "CPU", ahead)
+    stopped = script(kind, tmp_path, stop_after=5)
+    assert stopped.losses == run.losses[:5]
+    assert tfshard.CheckpointManager(tmp_path).latest_step() == 4
+    monkeypatch.setitem(datasets.PREFETCH, "CPU", later)
+    resumed = script(kind, tmp_path)
+    assert resumed.losses == run.losses[4:]
+    assert_same_bits(resumed.values, run.values)
+
+
+def test_a_position_with_batches_read_ahead_holds_them_and_needs_an_iterator_with_a_place_for_them():
+    samples = tf.data.Dataset.from_tensor_slices({"x": X, "rows": np.arange(44)}).shuffle(30, seed=7).batch(8)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    options = tf.distribute.InputOptions(experimental_per_replica_buffer_size=2)
+    sharded = strategy.experimental_distribute_dataset(samples, options)
+    batches = iter(sharded)
+    seen = [next(batches)["rows"].numpy().tolist() for _ in range(2)]
+    state = datasets.iterator_state(batches)
+    assert state.shape.rank == 0, "premise: batches were read ahead"
+    seen += [batch["rows"].numpy().tolist() for batch in batches]
+    assert len(seen) == 6 and sorted(row for rows in seen for row in rows) == list(range(44))
+    for depth in (0, 2):
+        options = tf.distribute.InputOptions(experimental_per_replica_buffer_size=depth)
+        resumed = iter(strategy.experimental_distribute_dataset(samples, options))
+        datasets.restore_iterator(resumed, state)
+        again = datasets.iterator_state(resumed)  # Before a batch was taken.
+        assert [batch["rows"].numpy().tolist() for batch in resumed] == seen[2:]
+        datasets.restore_iterator(resumed := iter(sharded), again)
+        assert [batch["rows"].numpy().tolist() for batch in resumed] == seen[2:]
+        datasets.restore_iterator(resumed, state)  # It was used to its end.
+        next(resumed)
+        datasets.restore_iterator(resumed, state)  # It has read ahead.
+        assert [batch["rows"].numpy().tolist() for batch in resumed] == seen[2:]
+    with pytest.raises(tfshard.errors.CheckpointError, match="had read batches ahead"):
+        datasets.restore_iterator(iter(samples), state)
+    with pytest.raises(tfshard.errors.CheckpointError, match="had read batches ahead"):
+        datasets.restore_iterator(datasets.host_iterator(iter(sharded)), state)
+
+
 @pytest.mark.slow
 def test_the_callback_changes_nothing_and_saves_the_end(tmp_path):
     whole = script("tf.data", epochs=3)

@@ -28,13 +28,18 @@ class Second(clients.Alone):
 
     def __init__(self):
         self.told: list[str] = []
+        self.values: list[np.ndarray] = []
         self.noted: list[np.ndarray] = []
 
     def agree(self, what, value, *, error=tfshard.errors.ClientError, hint="", timeout=None):
         self.told.append(f"agree: {what}")
 
-    def note_value(self, tensor, value):
-        self.noted.append(np.array(value))
+    def checksum(self, value):
+        self.values.append(np.array(value))
+        return len(self.values) - 1
+
+    def note_checksum(self, tensor, checksum):
+        self.noted.append(self.values[checksum])
 
     def step(self, kind, batch, traced):
         self.told.append(kind)
@@ -83,7 +88,8 @@ def test_clients_agree_on_strategy_and_values_before_they_train(second):
     assert axis_sizes(model.distribute_strategy.mesh) == {"batch": 4}
     model.fit(np.ones((8, 8)), np.ones((8, 4)), batch_size=4, verbose=0)
     told = [line for line in second.told if not line.startswith("for")]
-    assert told == ["agree: the strategy", "training step", "training step"]
+    values = "agree: the initial values of model 'net'"  # Of the model, then of its optimizer.
+    assert told == ["agree: the strategy", values, values, "training step", "training step"]
 
 
 def test_the_batches_that_clients_are_given_are_noted_to_be_compared(second):

@@ -104,6 +104,11 @@ def test_clients_that_feed_their_own_rows_train_to_the_numbers_of_one_device(two
         assert client["resumed"] == client["parts"]["history"]["loss"][1:]
 
 
+def test_clients_that_copy_their_own_rows_ahead_of_the_step_have_the_same_numbers(two):
+    for client in two.clients:
+        assert client["copied ahead"] == [client["parts"], client["resumed"]]
+
+
 def test_random_masks_are_those_of_one_process_and_another_one_for_each_row_and_step(two):
     expected = launched_fit.masks(tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
     for client in two.clients:

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfshard
+from tfshard.training import datasets
 
 RS = np.random.RandomState(0)
 X, Y = RS.normal(size=(32, 6)).astype("float32"), RS.normal(size=(32, 1)).astype("float32")
@@ -80,6 +81,12 @@ def plain(kind: str) -> list[float]:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", DATA)
 def test_fit_sees_the_batches_of_plain_keras(kind):
+    np.testing.assert_allclose(losses(kind, sharded=True), plain(kind), rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_fit_sees_the_batches_of_plain_keras_if_they_are_copied_ahead(kind, monkeypatch):
+    monkeypatch.setitem(datasets.PREFETCH, "CPU", 2)
     np.testing.assert_allclose(losses(kind, sharded=True), plain(kind), rtol=TOLERANCE)
 
 

@@ -451,14 +451,14 @@ def test_9_a_failing_kernel():
 
 def test_10_a_padded_row_that_leaks(monkeypatch):
     """A remainder batch is padded to a size that the axis divides."""
-    original = batching.to_mesh
+    original = batching.stage
 
-    def padded(value, mesh, already_sharded=False):
+    def padded(value, *args, **kwargs):
         missing = -len(value) % 4
-        return original(np.concatenate([value, np.zeros_like(value[:missing])]), mesh, already_sharded)
+        return original(np.concatenate([value, np.zeros_like(value[:missing])]), *args, **kwargs)
 
     model = compiled(sequential(), **CHEAP)
-    monkeypatch.setattr(batching, "to_mesh", padded)
+    monkeypatch.setattr(batching, "stage", padded)
     result = check_found(model, (X[:6], Y[:6]), "batch", "part 0", "sharded shape (8, 6), one device (6, 6)")
     assert [d.place for d in result.differences if d.kind == "layer"][0] == "layer 'net/first' (Dense)"
 

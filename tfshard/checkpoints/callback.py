@@ -335,7 +335,8 @@ class _FitProgress:
         self.resumed = start
         self.step = self.saved = checkpoint.step
         if position.clients:
-            host, self._spare = iter(self._dataset.host), iter(self._dataset.host)
+            host = datasets.HostBatches(iter(self._dataset.host))
+            self._spare = iter(self._dataset.host)
             # The unused iterator comes last: it sets the seeds that the next iterator draws.
             checkpoint.restore_iterators([host, self._spare], self._model)
             self._dataset.continue_with(None if position.fresh else host)

@@ -293,7 +293,7 @@ class Checkpoint:
                     dtypes=[tf.variant] * len(iterators),
                 )
                 for iterator, state in zip(iterators, states, strict=True):
-                    _private.restore_iterator(datasets.host_iterator(iterator), state)
+                    datasets.restore_iterator(iterator, state)
         except tf.errors.OpError as error:
             raise CheckpointError(
                 f"The position in the data of the checkpoint of step {self.step} does not fit this dataset. Build "

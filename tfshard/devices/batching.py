@@ -1,16 +1,22 @@
-"""Put batches from the host on the mesh."""
+"""Put batches from the host on the mesh, in two parts.
+
+`stage_batch` cuts the local shards of a batch, and may copy them to their devices. Any thread may call it.
+`StagedBatch.on_mesh` makes DTensors of the shards, in the thread that runs the step.
+"""
 
 import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.devices import checksums, clients, transfer
+from tfshard.devices import checksums, clients, host_memory, messages, transfer
 from tfshard.devices.mesh_tensors import MeshTensor
 from tfshard.errors import StrategyError
-from tfshard.layouts import variable_layout
+from tfshard.layouts import boxes, variable_layout
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
@@ -135,8 +141,90 @@ class InputShard:
         return cls(index=first // held, count=size // held)
 
 
-def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> Any:
-    """Convert a leaf of a batch to a DTensor. None and DTensors stay as they are. Sparse tensors become dense."""
+# Tensors of this many bytes are cut without a copy, and arrays go to TensorFlow's memory with one copy.
+_LARGE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StagedTensor:
+    """A tensor on its way to the mesh: its local shards exist, but not the DTensor.
+
+    Attributes:
+        shards: The local shards, in device order.
+        shape: The shape of the full tensor.
+        dtype: The dtype.
+        layout: The layout on the mesh.
+        checksum: A checksum of the full value, or None if no other client compares the value.
+    """
+
+    shards: Sequence[tf.Tensor]
+    shape: tuple[int, ...]
+    dtype: tf.DType
+    layout: dtensor.Layout
+    checksum: int | None
+
+    def on_mesh(self) -> tf.Tensor:
+        """Return the DTensor. The caller holds the process lock."""
+        tensor = messages.packed(self.shards, self.shape, self.dtype, self.layout)
+        if self.checksum is not None:
+            clients.here().note_checksum(tensor, self.checksum)
+        return tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StagedBatch:
+    """A batch on its way to the mesh.
+
+    Attributes:
+        host: The (nested) batch.
+        leaves: The leaves of the batch, with a `StagedTensor` for each leaf that goes to the mesh.
+        told: What the clients must agree on before they use the batch. None if they need no agreement.
+        fault: The error of an already sharded batch, which is raised after the agreement.
+    """
+
+    host: Any
+    leaves: Sequence[Any]
+    told: Mapping[str, object] | None = None
+    fault: Exception | None = None
+
+    def on_mesh(self) -> Any:
+        """Return the batch as DTensors. In a launched run, all clients call this in their main threads."""
+        if self.told is not None:
+            _agree_on_parts(self.told)
+        if self.fault is not None:
+            raise self.fault
+        leaves = [leaf.on_mesh() if isinstance(leaf, StagedTensor) else leaf for leaf in self.leaves]
+        return tf.nest.pack_sequence_as(self.host, leaves)
+
+
+def stage_batch(
+    batch: Any, mesh: dtensor.Mesh, already_sharded: bool = False, *, on_devices: bool = False
+) -> StagedBatch:
+    """Cut the local shards of a (nested) batch. Any thread may call this: it does not use DTensor's device.
+
+    Args:
+        batch: As for `batch_to_mesh`.
+        mesh: The mesh.
+        already_sharded: As for `batch_to_mesh`.
+        on_devices: True to copy the shards to their devices now. By default the packing of the DTensor copies them.
+    """
+    leaves = tf.nest.flatten(batch)
+
+    def staged() -> list[Any]:
+        return [stage(leaf, mesh, already_sharded, on_devices=on_devices) for leaf in leaves]
+
+    if not already_sharded:
+        return StagedBatch(host=batch, leaves=staged())
+    dense = [leaf for leaf in leaves if not _stays(leaf) and not isinstance(leaf, tf.RaggedTensor)]
+    told = _told_of_parts(dense, mesh) if dense else None
+    try:
+        return StagedBatch(host=batch, leaves=staged(), told=told)
+    except Exception as fault:
+        return StagedBatch(host=batch, leaves=[], told=told, fault=fault)
+
+
+def stage(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False, *, on_devices: bool = False) -> Any:
+    """Cut the local shards of a leaf of a batch. None and DTensors stay as they are. Sparse tensors become dense."""
     if isinstance(value, MeshTensor):
         return value.on_mesh
     if _stays(value):
@@ -146,38 +234,97 @@ def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> An
             "Ragged batches cannot be put on a mesh. Make them dense in the input pipeline, for example with "
             f"RaggedTensor.to_tensor. Received: a {type(value).__name__} of shape={value.shape}"
         )
-    host = _host_array(value)
-    if already_sharded and host.ndim:
-        return _local_rows_to_mesh(host, mesh)
-    tensor = transfer.host_to_mesh(host, batch_axes(host.shape, mesh), mesh)
-    clients.here().note_value(tensor, host)
-    return tensor
+    host = _host_value(value)
+    shape = tuple(host.shape)
+    if already_sharded and shape:
+        return _staged_rows(host, mesh, on_devices)
+    axes, sizes = batch_axes(shape, mesh), axis_sizes(mesh)
+    parts = [boxes.shard_box(shape, axes, sizes, location) for location in mesh.local_device_locations()]
+    here = clients.here()
+    return StagedTensor(
+        shards=_shards(host, parts, mesh, on_devices),
+        shape=shape,
+        dtype=tf.as_dtype(host.dtype),
+        layout=transfer.layout(axes, mesh),
+        checksum=here.checksum(transfer.host_view(host)) if here.is_launched else None,
+    )
+
+
+def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> Any:
+    """Convert a leaf of a batch to a DTensor. None and DTensors stay as they are. Sparse tensors become dense."""
+    staged = stage(value, mesh, already_sharded)
+    return staged.on_mesh() if isinstance(staged, StagedTensor) else staged
 
 
 def _stays(value: Any) -> bool:
     return value is None or transfer.is_dtensor(value) or isinstance(value, MeshTensor | tf.experimental.Optional)
 
 
-def _local_rows_to_mesh(rows: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Put this client's rows of a batch on its devices."""
-    axis = axis_sizes(mesh).data
+def _staged_rows(rows: Any, mesh: dtensor.Mesh, on_devices: bool) -> StagedTensor:
+    """Cut this client's rows of a batch into the shards of its devices."""
+    shape, axis = tuple(rows.shape), axis_sizes(mesh).data
     if axis is None:
-        return transfer.host_to_mesh(rows, (None,) * rows.ndim, mesh)
-    places = [location[axis] for location in mesh.local_device_locations()]
-    held = len(set(places))
-    if rows.shape[0] == 0 or rows.shape[0] % held:
+        places, held = [0] * len(mesh.local_device_locations()), 1
+    else:
+        places = [location[axis] for location in mesh.local_device_locations()]
+        held = len(set(places))
+    if axis is not None and (shape[0] == 0 or shape[0] % held):
         raise StrategyError(
             f"Already sharded input: the batch size of a client must be a multiple of its {held} positions on the "
-            f"batch axis. Use drop_remainder=True and another batch size. Received: a batch of shape={rows.shape}"
+            f"batch axis. Use drop_remainder=True and another batch size. Received: a batch of shape={shape}"
         )
-    parts = np.split(rows, held)
-    shards = [tf.constant(parts[place - min(places)]) for place in places]
-    return dtensor.pack(shards, transfer.layout((axis, *(None,) * (rows.ndim - 1)), mesh))
+    count = shape[0] // held
+    parts = [
+        boxes.Box(offset=(count * (place - min(places)), *(0,) * (len(shape) - 1)), shape=(count, *shape[1:]))
+        for place in places
+    ]
+    return StagedTensor(
+        shards=_shards(rows, parts, mesh, on_devices),
+        shape=shape,
+        dtype=tf.as_dtype(rows.dtype),
+        layout=transfer.layout((axis, *(None,) * (len(shape) - 1)), mesh),
+        checksum=None,
+    )
+
+
+def _shards(host: Any, parts: Sequence[boxes.Box], mesh: dtensor.Mesh, on_devices: bool) -> list[tf.Tensor]:
+    """Return the local shards of a value of the host, one for each local device. Equal parts share one tensor.
+
+    The shards of a large value are in memory of TensorFlow's allocator. TensorFlow copies from such memory to a GPU
+    through pinned buffers.
+    """
+    cut = {part: _cut(host, part) for part in parts}
+    shards = [cut[part] for part in parts]
+    # On a GPU, the result of an eager operation of int32 is in the memory of the host.
+    if not on_devices or tf.as_dtype(host.dtype) == tf.int32:
+        return shards
+    copied = []
+    for shard, device in zip(shards, mesh.local_devices(), strict=True):
+        with tf.device(device):
+            copied.append(tf.identity(shard))
+    return copied
+
+
+def _cut(host: Any, part: boxes.Box) -> tf.Tensor:
+    if isinstance(host, np.ndarray):
+        rows = host[part.slices]
+        return host_memory.tensor_of(rows) if rows.nbytes >= _LARGE else tf.constant(rows)
+    with tf.device("CPU:0"):
+        # A view, if the rows are aligned.
+        return host if tuple(host.shape) == part.shape else host[part.offset[0] : part.offset[0] + part.shape[0]]
 
 
 def on_host(value: Any) -> Any:
     """Return a leaf of a batch as the array for the mesh. Leaves that `to_mesh` keeps or refuses stay as they are."""
     return value if _stays(value) or isinstance(value, tf.RaggedTensor) else _host_array(value)
+
+
+def _host_value(value: Any) -> Any:
+    """Return an array, or the tensor itself if it is large and on the host."""
+    is_eager = isinstance(value, tf.__internal__.EagerTensor)
+    if is_eager and "CPU" in value.backing_device and value.dtype.size * math.prod(value.shape) >= _LARGE:
+        return value
+    return _host_array(value)
 
 
 def _host_array(value: Any) -> np.ndarray:
@@ -200,29 +347,31 @@ def batch_to_mesh(batch: Any, mesh: dtensor.Mesh, already_sharded: bool = False)
         mesh: The mesh.
         already_sharded: If True, the batch holds only this client's rows.
     """
-    dense = [leaf for leaf in tf.nest.flatten(batch) if not _stays(leaf) and not isinstance(leaf, tf.RaggedTensor)]
-    if already_sharded and dense:
-        _agree_on_parts(dense, mesh)
-    return tf.nest.map_structure(lambda leaf: to_mesh(leaf, mesh, already_sharded), batch)
+    return stage_batch(batch, mesh, already_sharded).on_mesh()
 
 
 # The agreement on already sharded input: each client reports the rows it feeds in a step.
 _PARTS = "their parts of a batch"
 
 
-def _agree_on_parts(leaves: list[Any], mesh: dtensor.Mesh) -> None:
-    """Raise an error on all clients if already sharded rows do not fit together, before any device is used.
+def _told_of_parts(leaves: list[Any], mesh: dtensor.Mesh) -> dict[str, object]:
+    """Return what a client tells the others about its rows of a batch.
 
     Clients that differ only in model axes have the same part of the batch, and must feed the same rows.
     """
-    here = clients.here()
-    arrays = [_host_array(leaf) for leaf in leaves]
-    told: dict[str, Any] = {"shapes and dtypes": [[list(array.shape), array.dtype.name] for array in arrays]}
+    values = [_host_value(leaf) for leaf in leaves]
+    shapes = [[list(value.shape), tf.as_dtype(value.dtype).name] for value in values]
+    told: dict[str, object] = {"shapes and dtypes": shapes}
     part = InputShard.of(mesh)
-    if part.count < here.count:
-        rows = checksums.of_text(str([checksums.of_array(array) for array in arrays]))
+    if part.count < clients.here().count:
+        rows = checksums.of_text(str([checksums.of_array(transfer.host_view(value)) for value in values]))
         told[f"checksum of the rows of part {part.index} (from 0) of {part.count}"] = rows
-    here.agree(
+    return told
+
+
+def _agree_on_parts(told: Mapping[str, object]) -> None:
+    """Raise an error on all clients if already sharded rows do not fit together, before a step uses them."""
+    clients.here().agree(
         _PARTS, told, error=StrategyError,
         hint="Batches must have the same shapes on all clients, and clients with the same part of the batch "
              "(strategy.input_shard.index) must feed the same rows: use dataset.shard(part.count, part.index), and "

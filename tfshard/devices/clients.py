@@ -175,7 +175,7 @@ class Clients(abc.ABC):
 
         Args:
             kind: The kind of step, such as `"training step"`. Each kind is numbered separately.
-            batch: The leaves of the step's input. Leaves passed to `note_value` must hold the same values on all
+            batch: The leaves of the step's input. Leaves with a noted checksum must hold the same values on all
                 clients.
             first: True if the step's function has not run on these shapes before, so DTensor compiles it.
         """
@@ -202,8 +202,14 @@ class Clients(abc.ABC):
         """Return a checksum of a value that must be equal on all clients. None if no other client compares it."""
 
     @abc.abstractmethod
+    def note_checksum(self, tensor: object, checksum: int) -> None:
+        """Record the checksum of the host value from which a mesh tensor was made. It must be equal on all clients."""
+
     def note_value(self, tensor: object, value: np.ndarray) -> None:
         """Record that a mesh tensor was made from a host value that must be equal on all clients."""
+        checksum = self.checksum(value)
+        if checksum is not None:
+            self.note_checksum(tensor, checksum)
 
     @abc.abstractmethod
     def note_start(self, *, by_script: bool) -> None:
@@ -253,7 +259,7 @@ class Alone(Clients):
     def checksum(self, value: np.ndarray) -> int | None:
         return None
 
-    def note_value(self, tensor: object, value: np.ndarray) -> None:
+    def note_checksum(self, tensor: object, checksum: int) -> None:
         pass
 
     def note_start(self, *, by_script: bool) -> None:
@@ -440,8 +446,8 @@ class Launched(Clients):
     def checksum(self, value: np.ndarray) -> int | None:
         return checksums.of_array(value)
 
-    def note_value(self, tensor: object, value: np.ndarray) -> None:
-        self._checksums[id(tensor)] = checksums.of_array(value)
+    def note_checksum(self, tensor: object, checksum: int) -> None:
+        self._checksums[id(tensor)] = checksum
         # Remove the entry before another tensor can get the id.
         weakref.finalize(tensor, self._checksums.pop, id(tensor), None).atexit = False
 

@@ -20,6 +20,7 @@ Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`
     failures      errors of failed steps: the operation, and the variables that may have changed
     written_once  files that the clients of a launched run write together
     datasets      datasets with batches on the mesh; saved positions in them
+    read_ahead    a thread that reads items ahead of their use
     pipelines     random Keras layers in an input pipeline
     generation    KerasHub's `generate()` on a sharded model
 """

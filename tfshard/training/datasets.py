@@ -1,5 +1,9 @@
 """Datasets with batches on the mesh, and the saved position in them."""
 
+import collections
+import contextlib
+import dataclasses
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,9 +14,10 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import clients, mesh_tensors, process_lock
-from tfshard.devices.batching import batch_to_mesh, end_of_data
+from tfshard.devices.batching import StagedBatch, end_of_data, stage_batch
 from tfshard.errors import CheckpointError, StrategyError
 from tfshard.layouts.config import ShardingConfig
+from tfshard.training.read_ahead import ReadAhead
 
 
 def _check_in_python() -> None:
@@ -23,12 +28,51 @@ def _check_in_python() -> None:
         )
 
 
+# How many batches are copied to devices of a type ahead of the step that takes them. Other types: none. On CPU devices
+# the shards of a batch are views of it, so a copy ahead of the step would save nothing.
+PREFETCH = {"GPU": 1}
+
+
+def prefetch_of(options: tf.distribute.InputOptions | None, mesh: dtensor.Mesh) -> int:
+    """Return how many batches are copied to the devices ahead of the step, by default as `PREFETCH` says."""
+    if options is None:
+        return PREFETCH.get(mesh.device_type().upper(), 0)
+    return int(options.experimental_per_replica_buffer_size) if options.experimental_fetch_to_device else 0
+
+
+class HostBatches:
+    """The batches of a dataset on the host. The batches that a saved run had read ahead come first.
+
+    Attributes:
+        iterator: The iterator of the dataset.
+        saved: The batches that a saved run had read ahead.
+    """
+
+    def __init__(self, iterator: Iterator[Any]):
+        self.iterator = iterator
+        self.saved: collections.deque[Any] = collections.deque()
+
+    def __iter__(self) -> "HostBatches":
+        return self
+
+    def __next__(self) -> Any:
+        return self.saved.popleft() if self.saved else next(self.iterator)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Batch:
+    """A batch on the host and, unless batches stay there, on its way to the mesh."""
+
+    host: Any
+    staged: StagedBatch | None
+
+
 class ShardedIterator:
     """An iterator over the batches of a dataset, each put on the mesh. Without a mesh, batches stay on the host.
 
     Attributes:
         host: The iterator of the host dataset.
-        exhausted: True if `host` has reached its end.
+        exhausted: True if the iterator has found the end of the data.
     """
 
     def __init__(
@@ -37,13 +81,17 @@ class ShardedIterator:
         mesh: dtensor.Mesh | None,
         already_sharded: bool = False,
         element_spec: Any = None,
+        prefetch: int = 0,
     ):
-        self.host = host
+        self.host = host if isinstance(host, HostBatches) else HostBatches(host)
         self._element_spec = element_spec
         self.exhausted = False
         self._mesh = mesh
         self._already_sharded = already_sharded
-        self._ahead: list[Any] = []
+        # Python code may compute a batch from the results of the last step. TensorFlow's datasets may be read ahead.
+        depth = prefetch if mesh is not None and isinstance(self.host.iterator, tf.data.Iterator) else 0
+        read = functools.partial(_read, self.host, mesh, already_sharded, on_devices=depth > 0)
+        self._ahead: ReadAhead[_Batch] = ReadAhead(read, depth)
 
     def __iter__(self) -> "ShardedIterator":
         return self
@@ -52,12 +100,12 @@ class ShardedIterator:
         _check_in_python()
         if self.is_at_end():
             raise StopIteration
-        batch = self._ahead.pop()
-        if self._mesh is None:
-            return batch
+        batch = self._ahead.take()
+        if batch.staged is None:
+            return batch.host
         with process_lock.held():
-            on_mesh = batch_to_mesh(batch, self._mesh, self._already_sharded)
-        return mesh_tensors.wrapped(on_mesh, None if self._already_sharded else batch)
+            on_mesh = batch.staged.on_mesh()
+        return mesh_tensors.wrapped(on_mesh, None if self._already_sharded else batch.host)
 
     def get_next(self) -> Any:
         """Return the next batch.
@@ -82,14 +130,42 @@ class ShardedIterator:
 
     def is_at_end(self) -> bool:
         """Return whether the data have ended. Reads the next batch to find out."""
-        if not self._ahead and not self.exhausted:
+        if not self.exhausted:
             try:
-                self._ahead.append(next(self.host))
+                self._ahead.peek()
             except StopIteration:
                 self.exhausted = True
                 if self._already_sharded:
                     end_of_data()
-        return not self._ahead
+        return self.exhausted
+
+    def take_together(self, count: int) -> None:
+        """Prefetch `count` batches, if any: a later call takes as many, one after the other."""
+        if self._ahead.depth:
+            self._ahead.depth = max(self._ahead.depth, count)
+
+    def read_ahead(self) -> list[Any]:
+        """Return the batches that were read from the host iterator and not taken yet, in order.
+
+        Waits for the thread that reads. Raises its error, unless the data have ended.
+        """
+        return [*(batch.host for batch in self._ahead.waiting()), *self.host.saved]
+
+    def start_again(self) -> None:
+        """Drop the batches that were read ahead, to take the next batch from a new position of the host iterator."""
+        self._ahead.clear()
+        self.exhausted = False
+
+    def close(self) -> None:
+        """Drop the batches that were read ahead, and read no more ahead."""
+        self._ahead.close()
+
+
+def _read(host: Iterator[Any], mesh: dtensor.Mesh | None, already_sharded: bool, *, on_devices: bool) -> _Batch:
+    batch = next(host)
+    if mesh is None:
+        return _Batch(host=batch, staged=None)
+    return _Batch(host=batch, staged=stage_batch(batch, mesh, already_sharded, on_devices=on_devices))
 
 
 class ShardedDataset:
@@ -103,11 +179,14 @@ class ShardedDataset:
         current: The latest iterator, or None.
     """
 
-    def __init__(self, dataset: Iterable[Any], mesh: dtensor.Mesh | None, already_sharded: bool = False):
+    def __init__(
+        self, dataset: Iterable[Any], mesh: dtensor.Mesh | None, already_sharded: bool = False, prefetch: int = 0
+    ):
         self.host: Any = dataset
         self.current: ShardedIterator | None = None
         self._mesh = mesh
         self._already_sharded = already_sharded
+        self._prefetch = prefetch
         self._next: Iterator[Any] | None = None
 
     def continue_with(self, host: Iterator[Any] | None) -> None:
@@ -125,6 +204,7 @@ class ShardedDataset:
             self._mesh,
             self._already_sharded,
             getattr(self.host, "element_spec", None),
+            self._prefetch,
         )
         return self.current
 
@@ -189,9 +269,35 @@ def without_tuning(dataset: Iterable[Any]) -> Iterable[Any]:
 _epochs: _private.WeakIdentityDict[keras.Model, weakref.ref[object]] = _private.WeakIdentityDict()
 
 
+# The epoch iterators of the `fit` or `evaluate` that runs on a model.
+_running: _private.WeakIdentityDict[keras.Model, list[object]] = _private.WeakIdentityDict()
+
+
 def note_epochs(model: keras.Model, epochs: object) -> None:
-    """Record the epoch iterator of a `fit` that begins."""
+    """Record the epoch iterator of a `fit` or `evaluate` that begins."""
     _epochs[model] = weakref.ref(epochs)
+    if (running := _running.get(model)) is not None:
+        running.append(epochs)
+
+
+@contextlib.contextmanager
+def read_ahead_dropped(model: keras.Model) -> Iterator[None]:
+    """Drop the batches that a `fit` or `evaluate` in this context has read ahead, when the context ends.
+
+    Keras's iterators of a `fit` that stops early refer to each other, and stay until Python looks for such cycles.
+    """
+    noted: list[object] = []
+    outer, _running[model] = _running.get(model), noted
+    try:
+        yield
+    finally:
+        _running.pop(model)
+        if outer is not None:
+            _running[model] = outer
+        for epochs in noted:
+            dataset = _private.EpochIterator(epochs).dataset
+            if isinstance(dataset, ShardedDataset) and dataset.current is not None:
+                dataset.current.close()
 
 
 def epochs_of(model: keras.Model) -> object | None:
@@ -213,6 +319,7 @@ def host_iterator(iterator: object) -> tf.data.Iterator:
         CheckpointError: The iterator is not based on a `tf.data` iterator.
     """
     host = iterator.host if isinstance(iterator, ShardedIterator) else iterator
+    host = host.iterator if isinstance(host, HostBatches) else host
     if not isinstance(host, tf.data.Iterator):
         raise CheckpointError(
             "Only two kinds of iterators have a position that can be saved: tf.data iterators, and iter(dataset) of "
@@ -224,6 +331,8 @@ def host_iterator(iterator: object) -> tf.data.Iterator:
 def iterator_state(iterator: object, *, ignore_random: bool = False) -> tf.Tensor:
     """Return the state of an iterator, including elements read ahead and the shuffle order.
 
+    The state is TensorFlow's vector, or a scalar with the vector and the batches that were read ahead.
+
     Args:
         iterator: As for `host_iterator`.
         ignore_random: True if random operations in the dataset's functions may continue from another state.
@@ -232,8 +341,10 @@ def iterator_state(iterator: object, *, ignore_random: bool = False) -> tf.Tenso
         CheckpointError: The dataset runs Python code, or random operations with a state that TensorFlow cannot save.
     """
     host = host_iterator(iterator)
+    # First: while a thread reads, the state changes.
+    ahead = iterator.read_ahead() if isinstance(iterator, ShardedIterator) else []
     try:
-        return _private.iterator_state(host, ignore_random=ignore_random)
+        state = _private.iterator_state(host, ignore_random=ignore_random)
     except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
         operations = _private.stateful_operations(host)
         raise CheckpointError(
@@ -246,3 +357,49 @@ def iterator_state(iterator: object, *, ignore_random: bool = False) -> tf.Tenso
             "tf.random operations by tf.random.stateless_* with seeds from tf.data.Dataset.random(seed). The state "
             f"of shuffle() can be saved. Received: a dataset of {host.element_spec}"
         ) from error
+    if not ahead:
+        return state
+    with tf.device("CPU:0"):
+        batches = tf.raw_ops.Pack(values=[_variant_of(batch) for batch in ahead])
+        return _variant_of((state, batches))
+
+
+# The specs of a state and of the batches that were read ahead.
+_WITH_BATCHES = (tf.TensorSpec([None], tf.variant), tf.TensorSpec([None], tf.variant))
+
+
+def _variant_of(value: Any) -> tf.Tensor:
+    """Return one tensor that holds the tensors of a structure."""
+    (variant,) = tf.nest.flatten(tf.experimental.Optional.from_value(value), expand_composites=True)
+    return variant
+
+
+def _value_of(variant: tf.Tensor, spec: Any) -> Any:
+    """Invert `_variant_of`."""
+    return tf.nest.pack_sequence_as(tf.OptionalSpec(spec), [variant], expand_composites=True).get_value()
+
+
+def restore_iterator(iterator: object, state: tf.Tensor) -> None:
+    """Move an iterator to the position of a state from `iterator_state`.
+
+    Raises:
+        CheckpointError: The state holds batches that were read ahead, and the iterator has no place for them.
+    """
+    host, saved = host_iterator(iterator), []
+    with tf.device("CPU:0"):
+        if not state.shape.rank:
+            state, batches = _value_of(state, _WITH_BATCHES)
+            saved = [_value_of(each, host.element_spec) for each in tf.unstack(batches)]
+    holder: object = iterator
+    if isinstance(iterator, ShardedIterator):
+        iterator.start_again()
+        holder = iterator.host
+    if saved and not isinstance(holder, HostBatches):
+        raise CheckpointError(
+            "The checkpoint was saved with an iterator over sharded batches that had read batches ahead. Restore it "
+            "into iter(strategy.experimental_distribute_dataset(dataset)). Received: "
+            f"iterator={iterator!r}, {len(saved)} batches"
+        )
+    _private.restore_iterator(host, state)
+    if isinstance(holder, HostBatches):
+        holder.saved = collections.deque(saved)

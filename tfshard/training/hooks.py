@@ -362,12 +362,12 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], Iterable[Any]], options: object
     ) -> datasets.ShardedDataset:
-        del options
         strategy, context = self._strategy(), tf.distribute.InputContext()
         if strategy.config.already_sharded:
             part = batching.InputShard.of(strategy.mesh)
             context = tf.distribute.InputContext(num_input_pipelines=part.count, input_pipeline_id=part.index)
-        return datasets.ShardedDataset(dataset_fn(context), strategy.mesh, strategy.config.already_sharded)
+        prefetch = datasets.prefetch_of(options, strategy.mesh)
+        return datasets.ShardedDataset(dataset_fn(context), strategy.mesh, strategy.config.already_sharded, prefetch)
 
     # --- properties
 

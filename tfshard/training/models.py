@@ -151,12 +151,14 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             return super().fit(*args, **kwargs)
         kwargs = _quiet(keras.Model.fit, args, kwargs)
         watching.check_can_write(callbacks)
-        with strategy.watched.by([each for each in callbacks if isinstance(each, watching.StepWatcher)]):
+        watchers = [each for each in callbacks if isinstance(each, watching.StepWatcher)]
+        with strategy.watched.by(watchers), datasets.read_ahead_dropped(self):
             return super().fit(*args, **kwargs)
 
     @functools.wraps(keras.Model.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        return super().evaluate(*args, **_quiet(keras.Model.evaluate, args, kwargs))
+        with datasets.read_ahead_dropped(self):
+            return super().evaluate(*args, **_quiet(keras.Model.evaluate, args, kwargs))
 
     @functools.wraps(keras.Model.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:

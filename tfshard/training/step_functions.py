@@ -35,7 +35,7 @@ from tfshard.graph import inventory
 from tfshard.layouts.axes import axis_sizes
 from tfshard.operations import chunked_cross_entropy
 from tfshard.storage import steps
-from tfshard.training import failures, output_losses, padding
+from tfshard.training import datasets, failures, output_losses, padding
 from tfshard.training.attached_model import TracedStorages, attached
 from tfshard.training.padding import BatchFamily
 from tfshard.training.strategy import ShardedStrategy
@@ -128,6 +128,8 @@ class MeshStep:
             StopIteration: No batch is left.
         """
         # Before the lock: the code that makes batches may need the lock.
+        if isinstance(batches, datasets.ShardedIterator):
+            batches.take_together(self._model.steps_per_execution)
         taken = list(itertools.islice(batches, self._model.steps_per_execution))
         if not taken:
             raise StopIteration

@@ -406,11 +406,18 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
 
         A batch that the axis does not divide is replicated. Eager code can use a batch as tensors on the host; a step
         takes it from the mesh.
+
+        Args:
+            dataset: A `tf.data.Dataset`, or any iterable over batches.
+            options: Say how many batches of a `tf.data.Dataset` are copied to the devices ahead of the step:
+                `experimental_per_replica_buffer_size`, or none if `experimental_fetch_to_device` is False. By default
+                one on GPUs and none on other devices.
         """
-        del options
         dataset = datasets.without_tuning(dataset)
         # Pipeline stages split the batch into microbatches, and move them to their meshes.
-        return datasets.ShardedDataset(dataset, None if len(self.ranks) > 1 else self.mesh, self.config.already_sharded)
+        mesh = None if len(self.ranks) > 1 else self.mesh
+        prefetch = datasets.prefetch_of(options, self.mesh)
+        return datasets.ShardedDataset(dataset, mesh, self.config.already_sharded, prefetch)
 
     @property
     def input_shard(self) -> batching.InputShard:
