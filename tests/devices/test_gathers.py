@@ -3,6 +3,7 @@
 import itertools
 import os
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -109,3 +110,41 @@ def test_collectives_gather_by_gathers_and_leave_the_switch_as_it_was(monkeypatc
             np.testing.assert_array_equal(piece, rows)
         assert os.environ.get(gathers.SWITCH) == switch
     assert seen == ["1", "1"]
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 4}, {"batch": 2, "model": 2}], ids=str)
+def test_an_axis_moves_from_one_dim_to_another(sizes):
+    """DTensor's all-to-all gives wrong values between two dims of which neither is the first."""
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**sizes), zero_stage=0)
+    axis, count = list(sizes.items())[-1]
+    value = np.arange(4 * 4 * 8 * 12, dtype="float32").reshape(4, 4, 8, 12)
+    for before, after in itertools.permutations(range(4), 2):
+        first, second = (tuple(axis if dim == at else None for dim in range(4)) for at in (before, after))
+        sharded = transfer.host_to_mesh(value, first, strategy.mesh)
+
+        @tf.function
+        def moved(tensor, second=second):
+            return transfer.relayout(tensor, second, strategy.mesh)
+
+        result = moved(sharded)
+        assert transfer.axes_of(dtensor.fetch_layout(result)) == second, "premise"
+        np.testing.assert_array_equal(transfer.to_host(result), value, err_msg=f"{before} to {after}")
+
+
+def test_attention_over_positions_that_a_model_axis_shards_matches_one_device():
+    """A column kernel and a reshape shard the positions. Layouts of the backward pass then reach the scores."""
+    x, y = np.random.RandomState(0).normal(size=(2, 8, 6)).astype("float32")
+
+    def build():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6,))
+        rows = keras.layers.Reshape((2, 3))(keras.layers.Dense(6, "tanh")(inputs))
+        attended = keras.layers.MultiHeadAttention(1, 4)(rows, rows)
+        return keras.Model(inputs, keras.layers.Dense(6)(keras.layers.Flatten()(attended)))
+
+    plain, model = build(), tfshard.as_distributed(build())
+    plain.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), "auto", zero_stage=3)
+    model.compile(keras.optimizers.SGD(0.1), "mse", strategy=strategy)
+    for _ in range(3):
+        np.testing.assert_allclose(model.train_on_batch(x, y), plain.train_on_batch(x, y), rtol=1e-6)

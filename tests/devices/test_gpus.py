@@ -10,18 +10,19 @@ import tensorflow as tf
 import fake_gpus
 from tfshard import cli
 from tfshard.devices import gpus, startup
+from tfshard.doctor import parity_check
 
 
 @pytest.fixture(autouse=True)
 def new_answers():
-    gpus._smi.cache_clear()
+    gpus.smi.cache_clear()
     yield
-    gpus._smi.cache_clear()
+    gpus.smi.cache_clear()
 
 
 def test_gpus_are_counted_by_nvidia_smi(tmp_path, monkeypatch):
     for number in (1, 3, 16):
-        gpus._smi.cache_clear()
+        gpus.smi.cache_clear()
         monkeypatch.setenv("PATH", fake_gpus.path(tmp_path / str(number), number))
         assert gpus.count() == number
         assert not gpus.has_partitions()
@@ -148,7 +149,7 @@ def test_what_initialize_prints_on_gpus(tmp_path, monkeypatch, capfd):
 def test_doctor_prints_the_gpus_and_nccl(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", fake_gpus.path(tmp_path, 2))
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    monkeypatch.setattr(cli, "parity", lambda: 0.0)
+    monkeypatch.setattr(parity_check, "parity", lambda: 0.0)
     assert cli._run(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"gpus         2 x NVIDIA H100 80GB HBM3, {fake_gpus.MEBIBYTES} MiB" in lines

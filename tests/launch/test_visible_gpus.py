@@ -22,9 +22,9 @@ def machine(tmp_path, monkeypatch):
         if value is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
 
-    gpus._smi.cache_clear()
+    gpus.smi.cache_clear()
     yield make
-    gpus._smi.cache_clear()
+    gpus.smi.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,11 @@ from tfshard import __version__, _private
 from tfshard.devices import allocators, clients, compilations, expansions, gpus, tasks
 from tfshard.errors import InitializationError
 
+# In TensorFlow 2.21, DTensor's all-to-all from one dim to another gives wrong values, unless one dim is the first.
+_ALL_TO_ALL = "DTENSOR_USE_ALL_TO_ALL_RELAYOUT"
 # docs/design.md, "Switches", explains each value.
 _SWITCHES = {
+    _ALL_TO_ALL: "0",
     # Merge independent all-reduces into one. This is safe because a step is pure: see steps.py.
     "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION": "1",
 }
@@ -191,6 +194,11 @@ def _check_switches() -> None:
             raise InitializationError(
                 f"The environment variable {name} must not be set: {reason}. Received: {os.environ[name]!r}"
             )
+    if os.environ.get(_ALL_TO_ALL, "0") not in _OFF:
+        raise InitializationError(
+            f"The environment variable {_ALL_TO_ALL} must be 0 or not set: DTensor would move an axis from one dim to "
+            f"another by an all-to-all, which gives wrong values. Received: {os.environ[_ALL_TO_ALL]!r}"
+        )
 
 
 def _set_switches(device_type: str) -> None:
