@@ -170,7 +170,7 @@ def _sharded(tensor: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def owners(ids: tf.Tensor, format: TableRows, count: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the device that stores the row of each id, and the row's number on that device: int32.
+    """Return the device that stores the row of each id, and the row's number on that device: int64.
 
     An invalid id gives a row number that no device has, and TensorFlow's kernel names it in its error.
 
@@ -183,7 +183,7 @@ def owners(ids: tf.Tensor, format: TableRows, count: int) -> tuple[tf.Tensor, tf
     owner = tf.clip_by_value(ids // each, 0, format.devices - 1)
     is_one = (ids >= 0) & (ids < count)
     local_row = tf.where(is_one, ids - owner * each, tf.clip_by_value(tf.where(ids < 0, _NO_ROW, ids), each, _NO_ROW))
-    return tf.cast(owner, tf.int32), tf.cast(local_row, tf.int32)
+    return owner, local_row
 
 
 _NO_ROW = np.int64(np.iinfo(np.int32).max - 1)
@@ -200,7 +200,7 @@ def _found(table: ShardedVariable, line: tf.Tensor, step: Step) -> tf.Tensor:
         owner, local_row = owners(ids, format, table.layout.spec.shape[0])
         lists = exchanges.Lists.to(owner, each, mesh)
         # Ids are sent plus one, since the lists end with zeros.
-        asked = lists.sent(local_row + 1) - 1
+        asked = lists.sent_numbers(local_row + 1) - 1
         given = sparse_rows.read(table.storage, tf.maximum(asked, 0))
         reads_of(table, step).rows_read[table.storage].append(given)
         found = tf.ensure_shape(tf.gather(lists.answered(given), where), (each, width))

@@ -197,7 +197,7 @@ def _sent_to_owners(
         squares: True to send the sums of the squares, too.
 
     Returns:
-        Numbers of local rows, `(items,)`, int32; and `(items, width)` tensors with the sums of each device for each
+        Numbers of local rows, `(items,)`, int64; and `(items, width)` tensors with the sums of each device for each
         row: of the gradients and, with `squares`, of their squares.
     """
     mesh, format = table.mesh, table.storage.format
@@ -210,7 +210,7 @@ def _sent_to_owners(
     owner, local_row = embedding_lookups.owners(ids, format, table.layout.spec.shape[0])
     lists = exchanges.Lists.to(owner, math.prod(gradient.indices.shape) // devices, mesh)
     # Rows are sent plus one, since the lists end with zeros.
-    came = lists.sent(local_row + 1)
+    came = lists.sent_numbers(local_row + 1)
     given = tf.split(lists.sent(tf.concat(sums, axis=1)), len(sums), axis=2)
     local_rows, *sums = exchanges.flattened(came, given, came > 0)
     return local_rows - 1, sums

@@ -8,6 +8,9 @@ All tensors in this module differ between devices, also in size ("parted" layout
 still checks their types: it refuses reshapes and slices of tensors with an unknown shape.
 
 A collective keeps the shapes of its first run under its instance key. Each capacity therefore has a separate key.
+
+Numbers of devices and rows are int64: GPUs have int32 in the memory of the host, where a few numbers are needed as
+shapes and keys.
 """
 
 import dataclasses
@@ -44,13 +47,14 @@ class Lists:
         """Assign items to lists, in their order.
 
         Args:
-            owners: `(items,)`, int32: the number on the data axis of each item's target device.
+            owners: `(items,)`, int64: the number on the data axis of each item's target device.
             most: The maximum number of items on a device.
             mesh: The mesh.
         """
         expansions.allow_local("ScatterNd", "GatherNd")
         devices = axis_sizes(mesh).data_size
-        is_for = tf.cast(tf.equal(tf.expand_dims(owners, 1), tf.range(devices)), tf.int32)
+        numbers = tf.range(devices, dtype=tf.int64)
+        is_for = tf.cast(tf.equal(tf.expand_dims(owners, 1), numbers), tf.int64)
         place = tf.reduce_sum((tf.cumsum(is_for, axis=0) - 1) * is_for, axis=1)
         longest = tf.reduce_max(tf.reduce_sum(is_for, axis=0))
         if devices > 1:
@@ -64,24 +68,34 @@ class Lists:
                 final_op="Id",
                 is_stateless=False,
             )
-        sizes = tf.constant(capacities(most), tf.int32)
-        choice = tf.reduce_sum(tf.cast(sizes < longest, tf.int32))
+        sizes = capacities(most)
+        choice = tf.cast(tf.reduce_sum(tf.cast(tf.constant(sizes, tf.int64) < longest, tf.int64)), tf.int32)
+        capacity = tf.slice(tf.constant(sizes, tf.int32), tf.reshape(choice, (1,)), (1,))
         return Lists(
             mesh=mesh,
-            places=tf.stack([owners, place], axis=1),
-            capacity=tf.gather(sizes, choice),
+            places=tf.cast(tf.stack([owners, place], axis=1), tf.int32),
+            capacity=tf.reshape(capacity, ()),
             choice=choice,
-            choices=len(capacities(most)),
+            choices=len(sizes),
         )
 
     def sent(self, items: tf.Tensor) -> tf.Tensor:
         """Send `(items, ...)`. Returns `(devices, capacity, ...)` received by each device, zero-padded."""
-        shape = tf.stack([axis_sizes(self.mesh).data_size, self.capacity, *items.shape[1:]])
-        return self._exchanged(tf.scatter_nd(self.places, items, shape))
+        return self._exchanged(self._listed(items))
+
+    def sent_numbers(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Send `(items,)` int64 numbers below 2 ** 31, as 32 bits each. Returns `(devices, capacity)`, int64."""
+        words = tf.bitcast(tf.cast(self._listed(numbers), tf.int32), tf.float32)
+        return tf.cast(tf.bitcast(self._exchanged(words), tf.int32), tf.int64)
 
     def answered(self, answers: tf.Tensor) -> tf.Tensor:
         """Send the answers `(devices, capacity, ...)` back. Returns `(items, ...)`, in the order of the sent items."""
         return tf.gather_nd(self._exchanged(answers), self.places)
+
+    def _listed(self, items: tf.Tensor) -> tf.Tensor:
+        """Return `(devices, capacity, ...)`: the items for each device, zero-padded."""
+        shape = tf.stack([axis_sizes(self.mesh).data_size, self.capacity, *items.shape[1:]])
+        return tf.scatter_nd(self.places, items, shape)
 
     def _exchanged(self, lists: tf.Tensor) -> tf.Tensor:
         devices = axis_sizes(self.mesh).data_size
@@ -109,9 +123,11 @@ def flattened(lists: tf.Tensor, others: Sequence[tf.Tensor], keep: tf.Tensor) ->
         `(items, ...)` for `lists` and each of `others`.
     """
     expansions.allow_local("Size")
-    numbers, capacity = tf.range(tf.size(lists)), tf.gather(tf.shape(lists), 1)
+    numbers = tf.range(tf.size(lists, out_type=tf.int64), dtype=tf.int64)
+    capacity = tf.gather(tf.shape(lists, out_type=tf.int64), 1)
     places = tf.stack([numbers // capacity, numbers % capacity], axis=1)
-    kept = tf.gather_nd(places, tf.where(tf.gather_nd(keep, places)))
+    # GPUs look up no bool.
+    kept = tf.gather_nd(places, tf.where(tf.gather_nd(tf.cast(keep, tf.float32), places) > 0))
     return [tf.gather_nd(each, kept) for each in (lists, *others)]
 
 

@@ -25,7 +25,7 @@ class SparseRows:
     """Rows of a table's storage (`TableRows`), and of the storages of its slots.
 
     Attributes:
-        rows: `(count,)`, int32: different rows of the local shard.
+        rows: `(count,)`, int64: different rows of the local shard.
     """
 
     def __init__(self, rows: tf.Tensor):
@@ -57,7 +57,7 @@ class SparseRows:
     def known(self) -> tf.Tensor:
         """Return zero, a float32 on the mesh, that exists once the new rows do."""
         mesh = next(iter(self._values)).mesh
-        zero = _after(tf.minimum(self.count, 0), [self._values[each] for each in self._written])
+        zero = _after(tf.minimum(tf.cast(self.count, tf.int64), 0), [self._values[each] for each in self._written])
         return transfer.relayout(tf.cast(zero, tf.float32), (), mesh)
 
     def write(self, reads: Sequence[tf.Tensor]) -> None:
@@ -77,7 +77,7 @@ def read(storage: Storage, rows: tf.Tensor) -> tf.Tensor:
 
     Args:
         storage: The table's storage (`TableRows`).
-        rows: `(...)`, int32. A row outside of the shard is an error of TensorFlow's on CPU, and zeros on GPU.
+        rows: `(...)`, int64. A row outside of the shard is an error of TensorFlow's on CPU, and zeros on GPU.
     """
     _allow()
     places, dtype = tf.expand_dims(rows, -1), storage.buffer.dtype
