@@ -356,16 +356,21 @@ def test_a_result_that_no_sample_has_part_in_has_its_gradient_once():
 
 
 class OfBatch(keras.layers.Layer):
-    """A layer with a kernel and an operation on its outputs."""
+    """A layer with two kernels, perhaps another layer, and an operation on its outputs."""
 
-    def __init__(self, operation: Callable[..., Any], **options: Any):
+    def __init__(
+        self, operation: Callable[..., Any], more: Callable[[], keras.layers.Layer] | None = None, **options: Any
+    ):
         super().__init__(**options)
         self.operation = operation
         self.dense, self.other = keras.layers.Dense(WIDTH), keras.layers.Dense(WIDTH)
+        self.more = None if more is None else more()
 
     def build(self, shape):
         self.dense.build(shape)
         self.other.build(shape)
+        if self.more is not None:
+            self.more.build(shape)
         self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
         self.built = True
 
@@ -421,14 +426,35 @@ NOT_BY_SAMPLES = {
         "depends on the size of the batch",
     ),
     "a statistic": (counts, "needs all of the sharded dim|depends on the samples"),
+    "a loop": (
+        lambda layer, x: tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, x * 0.9), (0, x))[1],
+        r"no rule for loops in a block: .* \(StatelessWhile\), test_compiled_blocks.py:\d+, in <lambda>",
+    ),
+    "a map": (lambda layer, x: keras.ops.map(lambda row: row * 0.9, x), "no rule for loops in a block"),
+    "a branch": (
+        lambda layer, x: tf.cond(tf.reduce_sum(layer.dense.kernel) > 0, lambda: 2.0 * x, lambda: 0.5 * x),
+        "no rule for branches in a block",
+    ),
+    "a branch that reads a weight of its own": (
+        lambda layer, x: keras.ops.cond(keras.ops.sum(x) > 0, lambda: layer.more(x), lambda: 2.0 * x),
+        "no rule for branches in a block",
+        lambda: keras.layers.Dense(WIDTH),
+    ),
+    "a branch by number": (
+        lambda layer, x: keras.ops.switch(1, [lambda x: 2.0 * x, lambda x: 0.5 * x], x), "no rule for branches"
+    ),
+    "a function": (lambda layer, x: tf.function(lambda x: 0.5 * x)(x), "no rule for calls of a tf.function"),
+    "a recurrence": (
+        lambda layer, x: layer.more(x), "no rule for loops", lambda: keras.layers.GRU(WIDTH, return_sequences=True)
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NOT_BY_SAMPLES)
 def test_what_is_not_by_samples_is_not_compiled_and_trains_as_on_one_device(name: str):
-    operation, message = NOT_BY_SAMPLES[name]
-    build = functools.partial(of_sequences, lambda: OfBatch(operation))
+    operation, message, *more = NOT_BY_SAMPLES[name]
+    build = functools.partial(of_sequences, lambda: OfBatch(operation, *more))
     with pytest.warns(UserWarning, match=f"(?s)is not compiled.*({message})"):
         compiled_blocks.forget_warnings()
         sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=SEQUENCES, steps=2)
