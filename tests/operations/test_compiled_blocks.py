@@ -18,6 +18,7 @@ from sweeps import table
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
 from tfshard.operations import compiled_blocks, compiled_updates, programs
+from tfshard.storage import steps
 from tfshard.training import models
 
 RS = np.random.RandomState(0)
@@ -225,23 +226,28 @@ def test_equal_blocks_share_their_programs(monkeypatch):
     assert "XLA compiles 4 of 4 blocks." in str(sharded.model.distribute_strategy.report(sharded.model))
 
 
-@pytest.mark.slow
-def test_verify_names_a_wrong_block(monkeypatch):
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(("number", "kind", "program"), [(3, "gradient", "backward"), (2, "layer", "forward")])
+def test_verify_names_a_wrong_block(monkeypatch, number: int, kind: str, program: str):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
     sgd = functools.partial(keras.optimizers.SGD, 0.1)
-    model = train(functools.partial(transformer, 0.3), strategy, optimizer=sgd).model
+    model = train(functools.partial(transformer, 0.3), strategy, optimizer=sgd, steps=1).model
     found = tfshard.verify(model, (TOKENS, LABELS))
     assert found.ok, found
+    assert "layers and random numbers inside compiled blocks" in " ".join(found.not_compared)
     right, calls = programs.Program.call, []
 
     def wrong(program, inputs):
-        calls.append(program)
-        first, *others = right(program, inputs)
-        return [first * 1.01 if len(calls) == 2 else first, *others]  # The forward program of the second block.
+        if steps.current().graph not in [graph for graph, _ in calls]:
+            calls.append((steps.current().graph, []))
+        calls[-1][1].append(program)
+        factor = 1.01 if len(calls[-1][1]) == number else 1.0
+        return [each * factor for each in right(program, inputs)]
 
     monkeypatch.setattr(programs.Program, "call", wrong)
-    found = tfshard.verify(model, (TOKENS, LABELS))
-    assert not found.ok and "layer_1" in found.differences[0].place
+    first = tfshard.verify(model, (TOKENS, LABELS)).differences[0]
+    assert first.kind == kind and "layer_1" in first.place
+    assert f"the {program} pass of compiled layer 'layer_1' (Attention)" in str(first.operation)
 
 
 @pytest.mark.slow

@@ -624,6 +624,7 @@ class _TracedCall:
         locals_: list[tf.Tensor] = []
         packed = {number for pack in pair.packs for number in pack.numbers}
         flat: list[tf.Tensor] = []
+        scope = tf.get_current_name_scope()
 
         def forward(
             tensors: Sequence[tf.Tensor],
@@ -646,14 +647,15 @@ class _TracedCall:
                 found: list[tf.Tensor | None] = [None] * len(tensors)
                 if pair.backward is None:
                     return found
-                ups = [self._upstream(upstreams[n], pair.results[n], pair.has_samples) for n in pair.upstreams]
-                made = self._called_once(pair.backward, [*entered, *saved, *ups, *flat])
-                for number, gradient in zip(pair.gradients, made, strict=False):
-                    found[number] = self._gradient(gradient, pair.given[number], pair)
-                for place, gradient in zip(pair.packed_gradients, made[len(pair.gradients) :], strict=True):
-                    parts = self._spans[place].gradients(self._gradient(gradient, Sharding(), pair))
-                    for number, part in zip(pair.packs[place].numbers, parts, strict=True):
-                        found[number] = part if number in pair.packed_inputs else None
+                with tf.name_scope(f"gradient_tape/{scope}/"):  # The scope of the tape, and the block's.
+                    ups = [self._upstream(upstreams[n], pair.results[n], pair.has_samples) for n in pair.upstreams]
+                    made = self._called_once(pair.backward, [*entered, *saved, *ups, *flat])
+                    for number, gradient in zip(pair.gradients, made, strict=False):
+                        found[number] = self._gradient(gradient, pair.given[number], pair)
+                    for place, gradient in zip(pair.packed_gradients, made[len(pair.gradients) :], strict=True):
+                        parts = self._spans[place].gradients(self._gradient(gradient, Sharding(), pair))
+                        for number, part in zip(pair.packs[place].numbers, parts, strict=True):
+                            found[number] = part if number in pair.packed_inputs else None
                 return found
 
             return left, backward
