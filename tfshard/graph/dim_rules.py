@@ -306,6 +306,8 @@ def _batch_only(operation: tf.Operation, number: int, dim: int, devices: int) ->
 
 
 def _broadcast_to(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    if number:
+        return _nothing(operation, number, dim, devices)
     to = dim + len(operation.outputs[0].shape) - len(operation.inputs[0].shape)
     same = operation.inputs[0].shape[dim] == operation.outputs[0].shape[to]
     return Flow(outputs=((0, to),)) if same else _reduced(operation)
