@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -399,9 +400,22 @@ def counts(layer, x):
     return x
 
 
+_counts = itertools.count()
+
+
+def counted(layer, x):
+    return x + keras.ops.full((WIDTH,), 1e-7 * next(_counts))
+
+
+def fails(layer, x):
+    if x.shape[0] == 2:
+        raise ValueError("too few rows")
+    return x
+
+
 NOT_BY_SAMPLES = {
-    "the mean of the batch": (lambda layer, x: x - keras.ops.mean(x, 0, keepdims=True), "needs all of the sharded dim"),
-    "running sums over the batch": (lambda layer, x: x + keras.ops.cumsum(x, 0), "needs all of the sharded dim"),
+    "the mean of the batch": (lambda layer, x: x - keras.ops.mean(x, 0, keepdims=True), "needs all samples"),
+    "running sums over the batch": (lambda layer, x: x + keras.ops.cumsum(x, 0), "needs all samples"),
     "the size of the batch": (lambda layer, x: x / (x.shape[0] or 8), "depends on the size of the batch"),
     "the shape of the batch": (
         lambda layer, x: x / keras.ops.cast(tf.shape(x)[0], "float32"), "depends on the size of the batch"
@@ -410,7 +424,7 @@ NOT_BY_SAMPLES = {
         lambda layer, x: x + keras.ops.mean(keras.ops.abs(x[:, None] - x[None]), 1), "samples with other samples"
     ),
     "rows in another order": (lambda layer, x: keras.ops.flip(x, 0), "ReverseV2"),
-    "rows after rows": (lambda layer, x: x + keras.ops.roll(x, 1, 0), "needs all of the sharded dim|Roll|ConcatV2"),
+    "rows after rows": (lambda layer, x: x + keras.ops.roll(x, 1, 0), "needs all samples|Roll|ConcatV2"),
     "a number for each row": (
         lambda layer, x: x * keras.ops.arange(x.shape[0] or 8, dtype="float32")[:, None, None],
         "depends on the size of the batch|samples with other samples",
@@ -425,13 +439,13 @@ NOT_BY_SAMPLES = {
     "side effects": (asserts, "has side effects|fails with the samples"),
     "a custom gradient of the batch": (
         lambda layer, x: tf.custom_gradient(lambda x: (tf.identity(x), lambda up: up / (1 + tf.norm(up))))(x),
-        "needs all of the sharded dim",
+        "needs all samples",
     ),
     "a custom gradient of the size of the batch": (
         lambda layer, x: tf.custom_gradient(lambda x: (tf.identity(x), lambda up: up / (x.shape[0] or 8)))(x),
         "depends on the size of the batch",
     ),
-    "a statistic": (counts, "needs all of the sharded dim|depends on the samples"),
+    "a statistic": (counts, "needs all samples|depends on the samples"),
     "a loop": (
         lambda layer, x: tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, x * 0.9), (0, x))[1],
         r"no rule for loops in a block: .* \(StatelessWhile\), test_compiled_blocks.py:\d+, in <lambda>",
@@ -453,6 +467,12 @@ NOT_BY_SAMPLES = {
     "a recurrence": (
         lambda layer, x: layer.more(x), "no rule for loops", lambda: keras.layers.GRU(WIDTH, return_sequences=True)
     ),
+    "sorting": (
+        lambda layer, x: keras.ops.sort(x, -1),
+        r"no rule for TensorFlow operation TopKV2, test_compiled_blocks.py:\d+, in <lambda>",
+    ),
+    "a Python counter": (counted, r"something else each time it is traced.*\(Const\), test_compiled_blocks.py:\d+"),
+    "an error": (fails, "fails with the samples of one device .*too few rows"),
 }  # fmt: skip
 
 
@@ -487,7 +507,7 @@ def test_batch_statistics_are_not_compiled():
             return self.norm(self.other(self.dense(x)), training=training)
 
     build = functools.partial(of_sequences, lambda: Normalized(None))
-    with pytest.warns(UserWarning, match="is not compiled"):
+    with pytest.warns(UserWarning, match="is not compiled: .*of layer '.*' \\(BatchNormalization\\)"):
         sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=SEQUENCES)
     assert all(reasons(sharded.model).values())
     parity.assert_same(sharded, train(build, x=SEQUENCES), rtol=1e-4, atol=1e-4)

@@ -36,6 +36,7 @@ from tfshard.operations import (
     blocks,
     layer_patch,
     local_traces,
+    origins,
     programs,
     row_proof,
     samples,
@@ -544,12 +545,30 @@ class _TracedCall:
     def _check_outside(self) -> None:
         """Check that what the block draws and writes can be computed in the step: it follows from no samples."""
         trace = self._trace
-        wanted = [each for tensor in trace.drawn for each in tensor.op.inputs[1:]]
-        wanted += trace.written
-        inside = {value.ref() for value, has in zip(trace.arguments, self._are_samples, strict=True) if has}
-        for operation in programs.between([], wanted):
-            if any(each.ref() in inside for each in operation.outputs) or operation.type in _private.ALL_RANDOM_OPS:
-                raise NotByRowsError("it writes to a variable, or draws, what depends on the samples")
+        for tensor in trace.drawn:
+            if self._follows_from_samples(tensor.op.inputs[1:]):
+                raise NotByRowsError(f"what it draws depends on the samples: {origins.described(tensor.op)}")
+        for variable, value in trace.variables.writes.values():
+            if self._follows_from_samples([value]):
+                raise NotByRowsError(
+                    f"it writes to variable '{variable.path}'{self._owner_of(variable)} what depends on the samples"
+                )
+
+    def _follows_from_samples(self, wanted: Sequence[tf.Tensor]) -> bool:
+        """Return whether tensors of the trace depend on samples or on random numbers."""
+        arguments = zip(self._trace.arguments, self._are_samples, strict=True)
+        inside = {value.ref() for value, has in arguments if has}
+        return any(
+            operation.type in _private.ALL_RANDOM_OPS or any(each.ref() in inside for each in operation.outputs)
+            for operation in programs.between([], wanted)
+        )
+
+    def _owner_of(self, variable: Any) -> str:
+        """Return a text that names the layer of the block that has a variable."""
+        for layer in reversed(_private.flatten_layers(self._layer)):
+            if any(_private.backend_variable(each) is variable for each in layer.variables):
+                return f" of layer '{layer.name}' ({type(layer).__name__})"
+        return ""
 
     def _other_trace(self) -> LocalTrace | None:
         """Return the trace for a prime number of samples, for the proof. None if no input has samples."""
@@ -572,10 +591,24 @@ class _TracedCall:
         if other is None:
             return {}
         traces = self._with_samples(self._trace), self._with_samples(other)
-        found = row_proof.samples_in(*traces)
+        try:
+            found = row_proof.samples_in(*traces)
+        except NotByRowsError:
+            self._check_is_stable()
+            raise
         if _private.could_record():
             row_proof.check_custom_gradients(*traces, found)
         return found
+
+    def _check_is_stable(self) -> None:
+        """Check that the block computes the same each time it is traced: otherwise the proof compares other things."""
+        again = self._traced([tuple(each.shape) for each in self._trace.arguments])
+        operation = row_proof.first_differing(self._with_samples(self._trace), self._with_samples(again))
+        if operation is not None:
+            raise NotByRowsError(
+                f"its call computes something else each time it is traced, as with a Python counter: "
+                f"{origins.described(operation)}"
+            )
 
     def _with_samples(self, trace: LocalTrace) -> row_proof.Trace:
         has = [each for each, has in zip(trace.arguments, self._are_samples, strict=True) if has]
