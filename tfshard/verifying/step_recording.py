@@ -211,6 +211,7 @@ class Recorder:
             return output
         key = Key(kind="random", path=path, call=self._number("random", path))
         if output.op.type in draws.STATEFUL and self._given is not None:
+            _private.global_seed_generator(create=True).next()  # As the sharded step, which draws by this state.
             given = self._given.get(key)
             if given is None:
                 self.left_out[f"{key}: TensorFlow's stateful generators draw other numbers on one device"] = None
