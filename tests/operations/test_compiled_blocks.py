@@ -515,8 +515,68 @@ def test_batch_statistics_are_not_compiled():
 
 def test_a_model_without_blocks_warns():
     model = tfshard.as_distributed(keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]))
-    with pytest.warns(UserWarning, match="has no blocks to compile"):
+    with pytest.warns(UserWarning, match="has no blocks to compile") as found:
         model.compile("sgd", "mse", jit_compile=True, strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+        model.fit(np.ones((8, 4)), np.ones((8, 4)), batch_size=4, verbose=0)
+    assert len(found) == 1
+
+
+class Lookup(keras.layers.Layer):
+    """A layer of many operations that looks up rows of its own table."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(WORDS, WIDTH), initializer="glorot_uniform", name="table")
+        self.built = True
+
+    def call(self, ids):
+        found = keras.ops.take(self.table, ids, axis=0)
+        for _ in range(8):
+            found = keras.ops.tanh(found)
+        return found
+
+
+LOOKUPS = {
+    "tables": ({"batch": 4}, {"tables": tfshard.EmbeddingTables(".*(embeddings|table)")}),
+    "automatic layouts": ({"batch": 2, "model": 2}, {"layout_map": "auto"}),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_layers_that_look_up_rows_are_left_out(name: str):
+    def build():
+        inputs = keras.Input((LENGTH,), dtype="int32")
+        x = keras.layers.Embedding(WORDS, WIDTH)(inputs) + Lookup()(inputs)
+        return keras.Model(inputs, keras.layers.Dense(4)(Attention()(Attention()(x))[:, 0]))
+
+    mesh, options = LOOKUPS[name]
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), **options)
+    model = train(build, strategy, optimizer=functools.partial(keras.optimizers.SGD, 0.1), steps=1).model
+    assert all(each.programs for each in compiled_blocks.compiled_blocks(model)), "premise: the blocks are compiled"
+    assert compiled_blocks.other_layers(model) == []
+
+
+def test_a_custom_loop_compiles_a_model_that_is_compiled_first():
+    """The report names the compiled optimizer, which the loop does not use."""
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, model(x, training=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    keras.utils.set_random_seed(0)
+    model, strategy = tfshard.as_distributed(transformer()), tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model.compile("adam", LOSS, jit_compile=True, strategy=strategy)
+    with strategy.scope():
+        optimizer = ADAM()
+    run = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
+    data = tf.data.Dataset.from_tensor_slices((TOKENS, LABELS)).batch(8).repeat(3)
+    losses = [float(run(*batch)) for batch in strategy.experimental_distribute_dataset(data)]
+    assert_compiled(model)
+    np.testing.assert_allclose(losses, train(transformer, steps=3).losses, rtol=2e-5)
+    notes = strategy.report(model).notes
+    assert "Optimizer 'adam' has no slots: it has updated no variable yet." in notes
+    assert "first training step" not in " ".join(notes)
 
 
 def test_single_layers_of_several_operations_are_compiled():

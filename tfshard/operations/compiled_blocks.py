@@ -49,6 +49,7 @@ from tfshard.operations.programs import Pack, Program
 from tfshard.operations.row_proof import NotByRowsError
 from tfshard.storage import steps
 from tfshard.storage.recomputing import PRODUCTS
+from tfshard.storage.variables import ShardedVariable
 
 
 def install(model: keras.Model, mesh: dtensor.Mesh, *, warns: bool) -> None:
@@ -61,7 +62,8 @@ def install(model: keras.Model, mesh: dtensor.Mesh, *, warns: bool) -> None:
     """
     found = blocks.compilable_layers(model)
     others = _others(model, found)
-    if not found and warns:
+    if not found and warns and model not in _without_blocks:
+        _without_blocks.add(model)
         warn(
             f"Model '{model.name}' has no blocks to compile: no layer with sublayers repeats. XLA compiles "
             "only single layers of several operations, such as normalizations, and updates of the optimizer."
@@ -74,6 +76,8 @@ def install(model: keras.Model, mesh: dtensor.Mesh, *, warns: bool) -> None:
         call.warns = warns  # The patch may be from an earlier `compile`.
 
 
+# Operations between a weight and the lookup of its rows.
+_CARRYING = frozenset(("Cast", "Identity", "Relayout", "Reshape"))
 # A program costs copies of its results. It pays for a layer of at least this many operations, such as a normalization;
 # a matrix product with a bias and a ReLU has three operations.
 _LEAST_OPERATIONS = 8
@@ -87,6 +91,9 @@ def _others(model: keras.Model, found: Sequence[keras.Layer]) -> list[keras.Laye
         below = {id(each) for each in _private.flatten_layers(layer)}
         if isinstance(layer, keras.Model) or below & of_blocks or id(layer) in inside or not layer.weights:
             continue
+        if any(isinstance(each, keras.layers.Embedding) for each in _private.flatten_layers(layer)):
+            inside |= below
+            continue  # It looks up rows.
         if any(
             patch.change is layer_patch.HEAD
             for each in _private.flatten_layers(layer)
@@ -167,6 +174,8 @@ class CompiledCall:
         if layer is None or step is None or step.graph is None or steps.here() is not step.graph:
             return self._call(*args, **kwargs)
         try:
+            if not self._is_block(layer) and _has_tables(layer):
+                return self._call(*args, **kwargs)
             block = _TracedCall(self._call, (args, kwargs), layer, self._mesh)
             if not self._is_block(layer) and not block.is_worth(self._least):
                 return self._call(*args, **kwargs)
@@ -231,13 +240,22 @@ class _Pair:
         return any(each.data is not None for each in self.given)
 
 
+def _has_tables(layer: keras.Layer) -> bool:
+    """Return whether a variable of a layer is stored in rows of a table."""
+    stored = [_private.backend_variable(each) for each in layer.variables]
+    return any(isinstance(each, ShardedVariable) and each.layout.kind is not None for each in stored)
+
+
 # The classes of layers of which a warning was given.
 _told: weakref.WeakSet[type] = weakref.WeakSet()
+# The models of which a warning said that they have no blocks.
+_without_blocks: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def forget_warnings() -> None:
     """Let blocks that are not compiled warn again."""
     _told.clear()
+    _without_blocks.clear()
 
 
 # Programs by what they compute.
@@ -401,8 +419,13 @@ class _TracedCall:
         weights = {value.ref() for _, value in self._trace.variables.reads.values()}
         weights |= {each.ref() for each in self._trace.read}
         operations = [each for each in self._trace.operations if each.type not in ("Const", "Placeholder")]
-        if any(each.type == "GatherV2" and each.inputs[0].ref() in weights for each in operations):
-            return False
+        for each in operations:
+            if each.type == "GatherV2":
+                table = each.inputs[0]
+                while table.ref() not in weights and table.op.type in _CARRYING:
+                    table = table.op.inputs[0]
+                if table.ref() in weights:
+                    return False
         return len(operations) >= least
 
     # --- programs
