@@ -18,7 +18,7 @@ import tfshard
 from sweeps import table
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
-from tfshard.operations import compiled_blocks, compiled_updates, programs
+from tfshard.operations import compiled_blocks, compiled_updates, local_traces, programs
 from tfshard.storage import steps
 from tfshard.training import models
 
@@ -491,6 +491,35 @@ def test_what_is_not_by_samples_is_not_compiled_and_trains_as_on_one_device(name
     assert all(f"Block '{path}' is not compiled" in report for path in found)
     expected = train(build, x=SEQUENCES, steps=2)
     parity.assert_same(sharded, expected, rtol=2e-5, atol=2e-5)
+
+
+AFTER = {
+    "a loop": lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, 0.9 * x), (0, x))[1],
+    "a map": lambda x: keras.ops.map(lambda row: 0.9 * row, x),
+    "a branch": lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: 0.9 * x, lambda: 0.5 * x),
+    "a sort": lambda x: keras.ops.sort(x, -1),
+}
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("name", AFTER)
+def test_blocks_after_operations_without_a_rule_compute_the_samples_of_one_device(monkeypatch, name: str):
+    def build() -> keras.Model:
+        inputs = keras.Input((LENGTH, WIDTH))
+        x = keras.layers.Lambda(AFTER[name], output_shape=(LENGTH, WIDTH))(inputs)
+        x = OfBatch(lambda layer, x: x)(OfBatch(lambda layer, x: x)(x))
+        return keras.Model(inputs, keras.layers.Dense(4)(x[:, 0]))
+
+    def trace(function, arguments, shapes, layers):
+        sizes.append(shapes[0][0])
+        return right(function, arguments, shapes, layers)
+
+    sizes, right = [], local_traces.trace
+    monkeypatch.setattr(local_traces, "trace", trace)
+    sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=SEQUENCES, steps=2)
+    assert_compiled(sharded.model)
+    assert sizes and len(SEQUENCES) not in sizes and len(SEQUENCES) // 4 in sizes
+    parity.assert_same(sharded, train(build, x=SEQUENCES, steps=2), rtol=2e-5, atol=2e-5)
 
 
 def test_batch_statistics_are_not_compiled():

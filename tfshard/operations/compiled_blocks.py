@@ -65,8 +65,8 @@ def install(model: keras.Model, mesh: dtensor.Mesh, *, warns: bool) -> None:
     if not found and warns and model not in _without_blocks:
         _without_blocks.add(model)
         warn(
-            f"Model '{model.name}' has no blocks to compile: no layer with sublayers repeats. XLA compiles "
-            "only single layers of several operations, such as normalizations, and updates of the optimizer."
+            f"Model '{model.name}' has no blocks to compile: no layer that holds two layers with weights repeats. XLA "
+            "compiles only single layers of several operations, such as normalizations, and updates of the optimizer."
         )
     for layer in (*found, *others):
         least = 0 if layer in found else _LEAST_OPERATIONS
@@ -343,7 +343,7 @@ class _TracedCall:
             raise NotByRowsError("the shapes of its inputs are not known")
         if self._devices == 1 or not tensor.shape.rank or isinstance(tensor, tf.__internal__.EagerTensor):
             return False
-        if samples.are_in(tensor, 0):
+        if samples.may_be_in(tensor, 0):
             return bool(tensor.shape[0] % self._devices == 0)
         if any(samples.are_in(tensor, dim) for dim in range(1, tensor.shape.rank)):
             raise NotByRowsError("an input does not have the samples in its first dim")
