@@ -436,6 +436,7 @@ class _TracedCall:
         Raises:
             NotByRowsError: The block cannot be compiled.
         """
+        self._check_outside()  # Not for all blocks with the same operations: the reason names a variable.
         trace, other, records, kept = self._trace, self._other_trace(), _private.could_record(), self._kept()
         changed = [each for each, _ in trace.variables.changes]
         key: tuple[Hashable, ...] = (
@@ -470,7 +471,6 @@ class _TracedCall:
 
     def _pieces(self, other: LocalTrace | None) -> list[Piece]:
         """Return the pieces of the block: one, if the model axis shards no weight of it."""
-        self._check_outside()
         samples_ = self._proved(other)
         places = self._places()
         if self._model is None or not any(each is not None for each in places):
@@ -568,14 +568,15 @@ class _TracedCall:
     def _check_outside(self) -> None:
         """Check that what the block draws and writes can be computed in the step: it follows from no samples."""
         trace = self._trace
-        for tensor in trace.drawn:
-            if self._follows_from_samples(tensor.op.inputs[1:]):
-                raise NotByRowsError(f"what it draws depends on the samples: {origins.described(tensor.op)}")
+        if not self._follows_from_samples([*trace.written, *(n for each in trace.drawn for n in each.op.inputs[1:])]):
+            return
         for variable, value in trace.variables.writes.values():
             if self._follows_from_samples([value]):
-                raise NotByRowsError(
-                    f"it writes to variable '{variable.path}'{self._owner_of(variable)} what depends on the samples"
-                )
+                place = f"variable '{variable.path}'{self._owner_of(variable)}"
+                raise NotByRowsError(f"it writes values that depend on the samples to {place}")
+        for each in trace.drawn:
+            if self._follows_from_samples(each.op.inputs[1:]):
+                raise NotByRowsError(f"the seed or a parameter of {origins.described(each.op)} depends on the samples")
 
     def _follows_from_samples(self, wanted: Sequence[tf.Tensor]) -> bool:
         """Return whether tensors of the trace depend on samples or on random numbers."""

@@ -77,7 +77,7 @@ def _owner() -> keras.metrics.Metric | keras.losses.Loss | keras.Layer | None:
 
 def described(operation: tf.Operation) -> str:
     """Return the name and type of an operation in a trace of a block, and the line of the block that made it."""
-    return f"operation '{operation.name}' ({operation.type}){block_line(operation)}"
+    return f"operation '{operation.name}' ({operation.type}{block_line(operation)})"
 
 
 def block_line(operation: tf.Operation) -> str:
