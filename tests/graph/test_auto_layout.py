@@ -375,3 +375,12 @@ def test_what_only_a_loss_reads_stays_whole_and_trains_as_on_one_device():
     assert all(not any(each) for path, each in axes.items() if path.startswith("sequential_1"))
     assert "the model's call does not read it" in str(tfshard.auto_layout_map(model, {"model": 2}))
     np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+def test_the_shape_of_a_broadcast_has_no_sharded_dim():
+    import tensorflow as tf
+
+    with tf.Graph().as_default():
+        operation = tf.broadcast_to(tf.zeros(()), tf.stack([tf.random.uniform([], 1, 9, tf.int32), 6])).op
+        operation.outputs[0].set_shape((4, 6))
+    assert dim_rules.sources(operation, 0, 0) == ()

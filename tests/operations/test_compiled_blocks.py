@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,8 @@ import tfshard
 from sweeps import table
 from tfshard import _private
 from tfshard.errors import UnsupportedOperationError
-from tfshard.operations import compiled_blocks, compiled_updates, programs
+from tfshard.operations import compiled_blocks, compiled_updates, local_traces, programs
+from tfshard.storage import steps
 from tfshard.training import models
 
 RS = np.random.RandomState(0)
@@ -225,23 +227,28 @@ def test_equal_blocks_share_their_programs(monkeypatch):
     assert "XLA compiles 4 of 4 blocks." in str(sharded.model.distribute_strategy.report(sharded.model))
 
 
-@pytest.mark.slow
-def test_verify_names_a_wrong_block(monkeypatch):
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(("number", "kind", "program"), [(3, "gradient", "backward"), (2, "layer", "forward")])
+def test_verify_names_a_wrong_block(monkeypatch, number: int, kind: str, program: str):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
     sgd = functools.partial(keras.optimizers.SGD, 0.1)
-    model = train(functools.partial(transformer, 0.3), strategy, optimizer=sgd).model
+    model = train(functools.partial(transformer, 0.3), strategy, optimizer=sgd, steps=1).model
     found = tfshard.verify(model, (TOKENS, LABELS))
     assert found.ok, found
+    assert "layers and random numbers inside compiled blocks" in " ".join(found.not_compared)
     right, calls = programs.Program.call, []
 
     def wrong(program, inputs):
-        calls.append(program)
-        first, *others = right(program, inputs)
-        return [first * 1.01 if len(calls) == 2 else first, *others]  # The forward program of the second block.
+        if steps.current().graph not in [graph for graph, _ in calls]:
+            calls.append((steps.current().graph, []))
+        calls[-1][1].append(program)
+        factor = 1.01 if len(calls[-1][1]) == number else 1.0
+        return [each * factor for each in right(program, inputs)]
 
     monkeypatch.setattr(programs.Program, "call", wrong)
-    found = tfshard.verify(model, (TOKENS, LABELS))
-    assert not found.ok and "layer_1" in found.differences[0].place
+    first = tfshard.verify(model, (TOKENS, LABELS)).differences[0]
+    assert first.kind == kind and "layer_1" in first.place
+    assert f"the {program} pass of compiled layer 'layer_1' (Attention)" in str(first.operation)
 
 
 @pytest.mark.slow
@@ -356,16 +363,21 @@ def test_a_result_that_no_sample_has_part_in_has_its_gradient_once():
 
 
 class OfBatch(keras.layers.Layer):
-    """A layer with a kernel and an operation on its outputs."""
+    """A layer with two kernels, perhaps another layer, and an operation on its outputs."""
 
-    def __init__(self, operation: Callable[..., Any], **options: Any):
+    def __init__(
+        self, operation: Callable[..., Any], more: Callable[[], keras.layers.Layer] | None = None, **options: Any
+    ):
         super().__init__(**options)
         self.operation = operation
         self.dense, self.other = keras.layers.Dense(WIDTH), keras.layers.Dense(WIDTH)
+        self.more = None if more is None else more()
 
     def build(self, shape):
         self.dense.build(shape)
         self.other.build(shape)
+        if self.more is not None:
+            self.more.build(shape)
         self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
         self.built = True
 
@@ -388,9 +400,22 @@ def counts(layer, x):
     return x
 
 
+_counts = itertools.count()
+
+
+def counted(layer, x):
+    return x + keras.ops.full((WIDTH,), 1e-7 * next(_counts))
+
+
+def fails(layer, x):
+    if x.shape[0] == 2:
+        raise ValueError("too few rows")
+    return x
+
+
 NOT_BY_SAMPLES = {
-    "the mean of the batch": (lambda layer, x: x - keras.ops.mean(x, 0, keepdims=True), "needs all of the sharded dim"),
-    "running sums over the batch": (lambda layer, x: x + keras.ops.cumsum(x, 0), "needs all of the sharded dim"),
+    "the mean of the batch": (lambda layer, x: x - keras.ops.mean(x, 0, keepdims=True), "needs all samples"),
+    "running sums over the batch": (lambda layer, x: x + keras.ops.cumsum(x, 0), "needs all samples"),
     "the size of the batch": (lambda layer, x: x / (x.shape[0] or 8), "depends on the size of the batch"),
     "the shape of the batch": (
         lambda layer, x: x / keras.ops.cast(tf.shape(x)[0], "float32"), "depends on the size of the batch"
@@ -399,7 +424,7 @@ NOT_BY_SAMPLES = {
         lambda layer, x: x + keras.ops.mean(keras.ops.abs(x[:, None] - x[None]), 1), "samples with other samples"
     ),
     "rows in another order": (lambda layer, x: keras.ops.flip(x, 0), "ReverseV2"),
-    "rows after rows": (lambda layer, x: x + keras.ops.roll(x, 1, 0), "needs all of the sharded dim|Roll|ConcatV2"),
+    "rows after rows": (lambda layer, x: x + keras.ops.roll(x, 1, 0), "needs all samples|Roll|ConcatV2"),
     "a number for each row": (
         lambda layer, x: x * keras.ops.arange(x.shape[0] or 8, dtype="float32")[:, None, None],
         "depends on the size of the batch|samples with other samples",
@@ -414,21 +439,48 @@ NOT_BY_SAMPLES = {
     "side effects": (asserts, "has side effects|fails with the samples"),
     "a custom gradient of the batch": (
         lambda layer, x: tf.custom_gradient(lambda x: (tf.identity(x), lambda up: up / (1 + tf.norm(up))))(x),
-        "needs all of the sharded dim",
+        "needs all samples",
     ),
     "a custom gradient of the size of the batch": (
         lambda layer, x: tf.custom_gradient(lambda x: (tf.identity(x), lambda up: up / (x.shape[0] or 8)))(x),
         "depends on the size of the batch",
     ),
-    "a statistic": (counts, "needs all of the sharded dim|depends on the samples"),
+    "a statistic": (counts, "writes values that depend on the samples to variable .*/count"),
+    "a loop": (
+        lambda layer, x: tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, x * 0.9), (0, x))[1],
+        r"no rule for loops in a block: .* \(StatelessWhile, test_compiled_blocks.py:\d+, in <lambda>\)",
+    ),
+    "a map": (lambda layer, x: keras.ops.map(lambda row: row * 0.9, x), "no rule for loops in a block"),
+    "a branch": (
+        lambda layer, x: tf.cond(tf.reduce_sum(layer.dense.kernel) > 0, lambda: 2.0 * x, lambda: 0.5 * x),
+        "no rule for branches in a block",
+    ),
+    "a branch that reads a weight of its own": (
+        lambda layer, x: keras.ops.cond(keras.ops.sum(x) > 0, lambda: layer.more(x), lambda: 2.0 * x),
+        "no rule for branches in a block",
+        lambda: keras.layers.Dense(WIDTH),
+    ),
+    "a branch by number": (
+        lambda layer, x: keras.ops.switch(1, [lambda x: 2.0 * x, lambda x: 0.5 * x], x), "no rule for branches"
+    ),
+    "a function": (lambda layer, x: tf.function(lambda x: 0.5 * x)(x), "no rule for calls of a tf.function"),
+    "a recurrence": (
+        lambda layer, x: layer.more(x), "no rule for loops", lambda: keras.layers.GRU(WIDTH, return_sequences=True)
+    ),
+    "sorting": (
+        lambda layer, x: keras.ops.sort(x, -1),
+        r"no rule for TensorFlow operation TopKV2, test_compiled_blocks.py:\d+, in <lambda>",
+    ),
+    "a Python counter": (counted, r"something else each time it is traced.*\(Const, test_compiled_blocks.py:\d+"),
+    "an error": (fails, "fails with the samples of one device .*too few rows"),
 }  # fmt: skip
 
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NOT_BY_SAMPLES)
 def test_what_is_not_by_samples_is_not_compiled_and_trains_as_on_one_device(name: str):
-    operation, message = NOT_BY_SAMPLES[name]
-    build = functools.partial(of_sequences, lambda: OfBatch(operation))
+    operation, message, *more = NOT_BY_SAMPLES[name]
+    build = functools.partial(of_sequences, lambda: OfBatch(operation, *more))
     with pytest.warns(UserWarning, match=f"(?s)is not compiled.*({message})"):
         compiled_blocks.forget_warnings()
         sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=SEQUENCES, steps=2)
@@ -439,6 +491,35 @@ def test_what_is_not_by_samples_is_not_compiled_and_trains_as_on_one_device(name
     assert all(f"Block '{path}' is not compiled" in report for path in found)
     expected = train(build, x=SEQUENCES, steps=2)
     parity.assert_same(sharded, expected, rtol=2e-5, atol=2e-5)
+
+
+AFTER = {
+    "a loop": lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, 0.9 * x), (0, x))[1],
+    "a map": lambda x: keras.ops.map(lambda row: 0.9 * row, x),
+    "a branch": lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: 0.9 * x, lambda: 0.5 * x),
+    "a sort": lambda x: keras.ops.sort(x, -1),
+}
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("name", AFTER)
+def test_blocks_after_operations_without_a_rule_compute_the_samples_of_one_device(monkeypatch, name: str):
+    def build() -> keras.Model:
+        inputs = keras.Input((LENGTH, WIDTH))
+        x = keras.layers.Lambda(AFTER[name], output_shape=(LENGTH, WIDTH))(inputs)
+        x = OfBatch(lambda layer, x: x)(OfBatch(lambda layer, x: x)(x))
+        return keras.Model(inputs, keras.layers.Dense(4)(x[:, 0]))
+
+    def trace(function, arguments, shapes, layers):
+        sizes.append(shapes[0][0])
+        return right(function, arguments, shapes, layers)
+
+    sizes, right = [], local_traces.trace
+    monkeypatch.setattr(local_traces, "trace", trace)
+    sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=SEQUENCES, steps=2)
+    assert_compiled(sharded.model)
+    assert sizes and len(SEQUENCES) not in sizes and len(SEQUENCES) // 4 in sizes
+    parity.assert_same(sharded, train(build, x=SEQUENCES, steps=2), rtol=2e-5, atol=2e-5)
 
 
 def test_batch_statistics_are_not_compiled():
@@ -455,16 +536,77 @@ def test_batch_statistics_are_not_compiled():
             return self.norm(self.other(self.dense(x)), training=training)
 
     build = functools.partial(of_sequences, lambda: Normalized(None))
-    with pytest.warns(UserWarning, match="is not compiled"):
+    with pytest.warns(UserWarning, match="is not compiled: .*of layer '.*' \\(BatchNormalization\\)"):
         sharded = train(build, tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)), x=SEQUENCES)
-    assert all(reasons(sharded.model).values())
+    found = reasons(sharded.model)
+    assert len(found) == 2 and all(f"variable '{path}/" in reason for path, reason in found.items())
     parity.assert_same(sharded, train(build, x=SEQUENCES), rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_without_blocks_warns():
     model = tfshard.as_distributed(keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]))
-    with pytest.warns(UserWarning, match="has no blocks to compile"):
+    with pytest.warns(UserWarning, match="has no blocks to compile") as found:
         model.compile("sgd", "mse", jit_compile=True, strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
+        model.fit(np.ones((8, 4)), np.ones((8, 4)), batch_size=4, verbose=0)
+    assert len(found) == 1
+
+
+class Lookup(keras.layers.Layer):
+    """A layer of many operations that looks up rows of its own table."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(WORDS, WIDTH), initializer="glorot_uniform", name="table")
+        self.built = True
+
+    def call(self, ids):
+        found = keras.ops.take(self.table, ids, axis=0)
+        for _ in range(8):
+            found = keras.ops.tanh(found)
+        return found
+
+
+LOOKUPS = {
+    "tables": ({"batch": 4}, {"tables": tfshard.EmbeddingTables(".*(embeddings|table)")}),
+    "automatic layouts": ({"batch": 2, "model": 2}, {"layout_map": "auto"}),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_layers_that_look_up_rows_are_left_out(name: str):
+    def build():
+        inputs = keras.Input((LENGTH,), dtype="int32")
+        x = keras.layers.Embedding(WORDS, WIDTH)(inputs) + Lookup()(inputs)
+        return keras.Model(inputs, keras.layers.Dense(4)(Attention()(Attention()(x))[:, 0]))
+
+    mesh, options = LOOKUPS[name]
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), **options)
+    model = train(build, strategy, optimizer=functools.partial(keras.optimizers.SGD, 0.1), steps=1).model
+    assert all(each.programs for each in compiled_blocks.compiled_blocks(model)), "premise: the blocks are compiled"
+    assert compiled_blocks.other_layers(model) == []
+
+
+def test_a_custom_loop_compiles_a_model_that_is_compiled_first():
+    """The report names the compiled optimizer, which the loop does not use."""
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, model(x, training=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    keras.utils.set_random_seed(0)
+    model, strategy = tfshard.as_distributed(transformer()), tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+    model.compile("adam", LOSS, jit_compile=True, strategy=strategy)
+    with strategy.scope():
+        optimizer = ADAM()
+    run = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
+    data = tf.data.Dataset.from_tensor_slices((TOKENS, LABELS)).batch(8).repeat(3)
+    losses = [float(run(*batch)) for batch in strategy.experimental_distribute_dataset(data)]
+    assert_compiled(model)
+    np.testing.assert_allclose(losses, train(transformer, steps=3).losses, rtol=2e-5)
+    notes = strategy.report(model).notes
+    assert "Optimizer 'adam' has no slots: it has updated no variable yet." in notes
+    assert "first training step" not in " ".join(notes)
 
 
 def test_single_layers_of_several_operations_are_compiled():

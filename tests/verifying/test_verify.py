@@ -126,6 +126,17 @@ def test_a_model_with_random_layers_state_and_sample_weights_is_right_at_each_st
     assert "The same as on one device" in str(result)
 
 
+def test_tensorflows_own_random_numbers_are_given_to_one_device_with_the_seed_that_they_advance():
+    class Noise(keras.layers.Layer):
+        def call(self, x):
+            x = x + 0.1 * tf.random.normal(tf.shape(x))
+            return x + 0.1 * keras.random.normal(keras.ops.shape(x))
+
+    model = compiled(sequential(Noise(name="noise"), Noise(name="more")), stage=0, **CHEAP)
+    result = check_healthy(model, (X, Y))
+    assert next(row.count for row in result.compared if row.kind == "random") == 4
+
+
 def test_the_model_is_as_before_to_the_bit_and_trains_on():
     trained, untouched = (compiled(sequential(keras.layers.Dropout(0.3, seed=1)), metrics=["mae"]) for _ in range(2))
     assert list(bits(trained).values()) == list(bits(untouched).values())

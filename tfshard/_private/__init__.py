@@ -83,6 +83,7 @@ from tfshard._private.functions import (
 from tfshard._private.graphs import (
     TRACKING_ATTRIBUTE,
     called_function,
+    calls_functions,
     captured,
     captured_placeholders,
     captured_resources,
@@ -245,6 +246,7 @@ __all__ = [
     "annotated_call",
     "call_stablehlo",
     "called_function",
+    "calls_functions",
     "can_shard_convolution",
     "captured",
     "captured_placeholders",

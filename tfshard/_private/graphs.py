@@ -201,6 +201,11 @@ def called_function(operation: tf.Operation) -> str | None:
     return name
 
 
+def calls_functions(operation: tf.Operation) -> bool:
+    """Return whether an operation calls functions, such as the body of a loop or the branches of a condition."""
+    return any(each.HasField("func") or each.list.func for each in operation.node_def.attr.values())
+
+
 def keeps_lengths(loop: tf.Operation, number: int) -> bool:
     """Return whether a `tf.while_loop` body returns the numbered tensor list with the length it received."""
     body = function_graph(loop, "body")

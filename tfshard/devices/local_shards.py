@@ -48,6 +48,11 @@ def parted(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     return dtensor.relayout(tensor, transfer.layout(axes, mesh).to_parted())
 
 
+def is_parted(tensor: tf.Tensor) -> bool:
+    """Return whether a tensor of a step was brought to a parted layout."""
+    return bool(tensor.op.type == "Relayout" and tensor.op.get_attr("layout").startswith(b"parted:"))
+
+
 def parted_name(rank: int, mesh: dtensor.Mesh) -> str:
     """Return the name of the parted layout that DTensor gives the result of an operation without an expansion."""
     name: str = transfer.layout((None,) * rank, mesh).to_parted().to_string()

@@ -82,6 +82,11 @@ def rearranged(operation: tf.Operation, number: int, dim: int) -> tuple[tuple[st
     return tuple((operation.outputs[output].name, to) for output, to in outcome.outputs)
 
 
+def has_rule(operation: tf.Operation) -> bool:
+    """Return whether `advance` and `sources` know an operation."""
+    return operation.type in _RULES
+
+
 def is_elementwise(operation: tf.Operation) -> bool:
     """Return whether each element of the result depends on the elements at the same place of the inputs only."""
     return _RULES.get(operation.type) is _elementwise
@@ -306,6 +311,8 @@ def _batch_only(operation: tf.Operation, number: int, dim: int, devices: int) ->
 
 
 def _broadcast_to(operation: tf.Operation, number: int, dim: int, devices: int) -> Outcome:
+    if number:
+        return _nothing(operation, number, dim, devices)
     to = dim + len(operation.outputs[0].shape) - len(operation.inputs[0].shape)
     same = operation.inputs[0].shape[dim] == operation.outputs[0].shape[to]
     return Flow(outputs=((0, to),)) if same else _reduced(operation)

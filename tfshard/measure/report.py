@@ -331,7 +331,11 @@ def _notes(model: keras.Model, misplaced: Sequence[str]) -> tuple[str, ...]:
             "optimizer='adam') predicts them.",
         )
     notes = []
-    if any(not optimizer.built for optimizer in inventory.optimizers_of(model)):
+    optimizers = inventory.optimizers_of(model)
+    unused = [optimizer for optimizer in optimizers if not optimizer.built]
+    if len(unused) < len(optimizers):
+        notes += [f"Optimizer '{each.name}' has no slots: it has updated no variable yet." for each in unused]
+    elif unused:
         notes.append("The optimizer creates its slots in the first training step. strategy.plan(model) predicts them.")
     if misplaced:
         names = ", ".join(f"'{path}'" for path in misplaced[:_NAMED])

@@ -78,12 +78,12 @@ def can_mark(model: keras.Model) -> bool:
 
 
 def repeated_layers(model: keras.Model) -> list[keras.Layer]:
-    """Return the layers of a built model that hold layers and occur several times, the outermost ones."""
+    """Return the layers of a built model that hold several layers with weights and repeat, the outermost ones."""
     return _repeated([layer for layer in _private.flatten_layers(model) if layer is not model])
 
 
 def compilable_layers(model: keras.Model) -> list[keras.Layer]:
-    """Return the layers that hold layers and repeat, or that patterns made blocks, the outermost ones."""
+    """Return the repeated layers, and the layers with layers inside that patterns made blocks, the outermost ones."""
     marked = [patch.owner for patch in marks(model) if isinstance(patch.owner, keras.Layer)]
     with_layers = [layer for layer in marked if len(_private.flatten_layers(layer)) > 1]
     found = {id(layer): layer for layer in (*with_layers, *repeated_layers(model))}
@@ -153,7 +153,7 @@ def _blocks_of(model: keras.Model, blocks: str | Sequence[str]) -> _Blocks:
 
 
 def _repeated(layers: Sequence[keras.Layer]) -> list[keras.Layer]:
-    """Return the outermost layers that hold layers and repeat."""
+    """Return the outermost layers that hold several layers with weights and repeat."""
     inside: set[int] = set()
     by_kind: dict[tuple[type, frozenset[type]], list[keras.Layer]] = collections.defaultdict(list)
     for layer in layers:
@@ -176,8 +176,9 @@ def _found(layers: Sequence[keras.Layer]) -> _Blocks:
     named = {id(layer): (layer, match.group(1)) for layer in layers if (match := _NAMED_BLOCK.fullmatch(layer.name))}
     if not named:
         raise StrategyError(
-            "Found no blocks to recompute: no layer with sublayers repeats, and no layer has a name such as "
-            f"'conv2_block1_1_conv'. Name the blocks by regular expressions of layers' paths. Some: {_some(layers)}"
+            "Found no blocks to recompute: no layer that holds two layers with weights repeats, and no layer has a "
+            "name such as 'conv2_block1_1_conv'. Name the blocks by regular expressions of layers' paths. Some: "
+            f"{_some(layers)}"
         )
     return named
 

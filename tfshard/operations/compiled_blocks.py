@@ -36,6 +36,7 @@ from tfshard.operations import (
     blocks,
     layer_patch,
     local_traces,
+    origins,
     programs,
     row_proof,
     samples,
@@ -49,6 +50,7 @@ from tfshard.operations.programs import Pack, Program
 from tfshard.operations.row_proof import NotByRowsError
 from tfshard.storage import steps
 from tfshard.storage.recomputing import PRODUCTS
+from tfshard.storage.variables import ShardedVariable
 
 
 def install(model: keras.Model, mesh: dtensor.Mesh, *, warns: bool) -> None:
@@ -61,10 +63,11 @@ def install(model: keras.Model, mesh: dtensor.Mesh, *, warns: bool) -> None:
     """
     found = blocks.compilable_layers(model)
     others = _others(model, found)
-    if not found and warns:
+    if not found and warns and model not in _without_blocks:
+        _without_blocks.add(model)
         warn(
-            f"Model '{model.name}' has no blocks to compile: no layer with sublayers repeats. XLA compiles "
-            "only single layers of several operations, such as normalizations, and updates of the optimizer."
+            f"Model '{model.name}' has no blocks to compile: no layer that holds two layers with weights repeats. XLA "
+            "compiles only single layers of several operations, such as normalizations, and updates of the optimizer."
         )
     for layer in (*found, *others):
         least = 0 if layer in found else _LEAST_OPERATIONS
@@ -74,6 +77,8 @@ def install(model: keras.Model, mesh: dtensor.Mesh, *, warns: bool) -> None:
         call.warns = warns  # The patch may be from an earlier `compile`.
 
 
+# Operations between a weight and the lookup of its rows.
+_CARRYING = frozenset(("Cast", "Identity", "Relayout", "Reshape"))
 # A program costs copies of its results. It pays for a layer of at least this many operations, such as a normalization;
 # a matrix product with a bias and a ReLU has three operations.
 _LEAST_OPERATIONS = 8
@@ -87,6 +92,9 @@ def _others(model: keras.Model, found: Sequence[keras.Layer]) -> list[keras.Laye
         below = {id(each) for each in _private.flatten_layers(layer)}
         if isinstance(layer, keras.Model) or below & of_blocks or id(layer) in inside or not layer.weights:
             continue
+        if any(isinstance(each, keras.layers.Embedding) for each in _private.flatten_layers(layer)):
+            inside |= below
+            continue  # It looks up rows.
         if any(
             patch.change is layer_patch.HEAD
             for each in _private.flatten_layers(layer)
@@ -167,6 +175,8 @@ class CompiledCall:
         if layer is None or step is None or step.graph is None or steps.here() is not step.graph:
             return self._call(*args, **kwargs)
         try:
+            if not self._is_block(layer) and _has_tables(layer):
+                return self._call(*args, **kwargs)
             block = _TracedCall(self._call, (args, kwargs), layer, self._mesh)
             if not self._is_block(layer) and not block.is_worth(self._least):
                 return self._call(*args, **kwargs)
@@ -231,13 +241,22 @@ class _Pair:
         return any(each.data is not None for each in self.given)
 
 
+def _has_tables(layer: keras.Layer) -> bool:
+    """Return whether a variable of a layer is stored in rows of a table."""
+    stored = [_private.backend_variable(each) for each in layer.variables]
+    return any(isinstance(each, ShardedVariable) and each.layout.kind is not None for each in stored)
+
+
 # The classes of layers of which a warning was given.
 _told: weakref.WeakSet[type] = weakref.WeakSet()
+# The models of which a warning said that they have no blocks.
+_without_blocks: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def forget_warnings() -> None:
     """Let blocks that are not compiled warn again."""
     _told.clear()
+    _without_blocks.clear()
 
 
 # Programs by what they compute.
@@ -325,7 +344,7 @@ class _TracedCall:
             raise NotByRowsError("the shapes of its inputs are not known")
         if self._devices == 1 or not tensor.shape.rank or isinstance(tensor, tf.__internal__.EagerTensor):
             return False
-        if samples.are_in(tensor, 0):
+        if samples.may_be_in(tensor, 0):
             return bool(tensor.shape[0] % self._devices == 0)
         if any(samples.are_in(tensor, dim) for dim in range(1, tensor.shape.rank)):
             raise NotByRowsError("an input does not have the samples in its first dim")
@@ -401,8 +420,13 @@ class _TracedCall:
         weights = {value.ref() for _, value in self._trace.variables.reads.values()}
         weights |= {each.ref() for each in self._trace.read}
         operations = [each for each in self._trace.operations if each.type not in ("Const", "Placeholder")]
-        if any(each.type == "GatherV2" and each.inputs[0].ref() in weights for each in operations):
-            return False
+        for each in operations:
+            if each.type == "GatherV2":
+                table = each.inputs[0]
+                while table.ref() not in weights and table.op.type in _CARRYING:
+                    table = table.op.inputs[0]
+                if table.ref() in weights:
+                    return False
         return len(operations) >= least
 
     # --- programs
@@ -413,6 +437,7 @@ class _TracedCall:
         Raises:
             NotByRowsError: The block cannot be compiled.
         """
+        self._check_outside()  # Not for all blocks with the same operations: the reason names a variable.
         trace, other, records, kept = self._trace, self._other_trace(), _private.could_record(), self._kept()
         changed = [each for each, _ in trace.variables.changes]
         key: tuple[Hashable, ...] = (
@@ -447,7 +472,6 @@ class _TracedCall:
 
     def _pieces(self, other: LocalTrace | None) -> list[Piece]:
         """Return the pieces of the block: one, if the model axis shards no weight of it."""
-        self._check_outside()
         samples_ = self._proved(other)
         places = self._places()
         if self._model is None or not any(each is not None for each in places):
@@ -545,12 +569,31 @@ class _TracedCall:
     def _check_outside(self) -> None:
         """Check that what the block draws and writes can be computed in the step: it follows from no samples."""
         trace = self._trace
-        wanted = [each for tensor in trace.drawn for each in tensor.op.inputs[1:]]
-        wanted += trace.written
-        inside = {value.ref() for value, has in zip(trace.arguments, self._are_samples, strict=True) if has}
-        for operation in programs.between([], wanted):
-            if any(each.ref() in inside for each in operation.outputs) or operation.type in _private.ALL_RANDOM_OPS:
-                raise NotByRowsError("it writes to a variable, or draws, what depends on the samples")
+        if not self._follows_from_samples([*trace.written, *(n for each in trace.drawn for n in each.op.inputs[1:])]):
+            return
+        for variable, value in trace.variables.writes.values():
+            if self._follows_from_samples([value]):
+                place = f"variable '{variable.path}'{self._owner_of(variable)}"
+                raise NotByRowsError(f"it writes values that depend on the samples to {place}")
+        for each in trace.drawn:
+            if self._follows_from_samples(each.op.inputs[1:]):
+                raise NotByRowsError(f"the seed or a parameter of {origins.described(each.op)} depends on the samples")
+
+    def _follows_from_samples(self, wanted: Sequence[tf.Tensor]) -> bool:
+        """Return whether tensors of the trace depend on samples or on random numbers."""
+        arguments = zip(self._trace.arguments, self._are_samples, strict=True)
+        inside = {value.ref() for value, has in arguments if has}
+        return any(
+            operation.type in _private.ALL_RANDOM_OPS or any(each.ref() in inside for each in operation.outputs)
+            for operation in programs.between([], wanted)
+        )
+
+    def _owner_of(self, variable: Any) -> str:
+        """Return a text that names the layer of the block that has a variable."""
+        for layer in reversed(_private.flatten_layers(self._layer)):
+            if any(_private.backend_variable(each) is variable for each in layer.variables):
+                return f" of layer '{layer.name}' ({type(layer).__name__})"
+        return ""
 
     def _other_trace(self) -> LocalTrace | None:
         """Return the trace for a prime number of samples, for the proof. None if no input has samples."""
@@ -573,10 +616,24 @@ class _TracedCall:
         if other is None:
             return {}
         traces = self._with_samples(self._trace), self._with_samples(other)
-        found = row_proof.samples_in(*traces)
+        try:
+            found = row_proof.samples_in(*traces)
+        except NotByRowsError:
+            self._check_is_stable()
+            raise
         if _private.could_record():
             row_proof.check_custom_gradients(*traces, found)
         return found
+
+    def _check_is_stable(self) -> None:
+        """Check that the block computes the same each time it is traced: otherwise the proof compares other things."""
+        again = self._traced([tuple(each.shape) for each in self._trace.arguments])
+        operation = row_proof.first_differing(self._with_samples(self._trace), self._with_samples(again))
+        if operation is not None:
+            raise NotByRowsError(
+                f"its call computes something else each time it is traced, as with a Python counter: "
+                f"{origins.described(operation)}"
+            )
 
     def _with_samples(self, trace: LocalTrace) -> row_proof.Trace:
         has = [each for each, has in zip(trace.arguments, self._are_samples, strict=True) if has]
@@ -640,6 +697,7 @@ class _TracedCall:
         locals_: list[tf.Tensor] = []
         packed = {number for pack in pair.packs for number in pack.numbers}
         flat: list[tf.Tensor] = []
+        scope = tf.get_current_name_scope()
 
         def forward(
             tensors: Sequence[tf.Tensor],
@@ -662,14 +720,15 @@ class _TracedCall:
                 found: list[tf.Tensor | None] = [None] * len(tensors)
                 if pair.backward is None:
                     return found
-                ups = [self._upstream(upstreams[n], pair.results[n], pair.has_samples) for n in pair.upstreams]
-                made = self._called_once(pair.backward, [*entered, *saved, *ups, *flat])
-                for number, gradient in zip(pair.gradients, made, strict=False):
-                    found[number] = self._gradient(gradient, pair.given[number], pair)
-                for place, gradient in zip(pair.packed_gradients, made[len(pair.gradients) :], strict=True):
-                    parts = self._spans[place].gradients(self._gradient(gradient, Sharding(), pair))
-                    for number, part in zip(pair.packs[place].numbers, parts, strict=True):
-                        found[number] = part if number in pair.packed_inputs else None
+                with tf.name_scope(f"gradient_tape/{scope}/"):  # The scope of the tape, and the block's.
+                    ups = [self._upstream(upstreams[n], pair.results[n], pair.has_samples) for n in pair.upstreams]
+                    made = self._called_once(pair.backward, [*entered, *saved, *ups, *flat])
+                    for number, gradient in zip(pair.gradients, made, strict=False):
+                        found[number] = self._gradient(gradient, pair.given[number], pair)
+                    for place, gradient in zip(pair.packed_gradients, made[len(pair.gradients) :], strict=True):
+                        parts = self._spans[place].gradients(self._gradient(gradient, Sharding(), pair))
+                        for number, part in zip(pair.packs[place].numbers, parts, strict=True):
+                            found[number] = part if number in pair.packed_inputs else None
                 return found
 
             return left, backward

@@ -6,6 +6,7 @@ belongs to a trace. `compiled_blocks` makes programs of the graph.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.devices import local_shards
-from tfshard.operations import draws
+from tfshard.operations import draws, online_softmax, origins
 from tfshard.operations.row_proof import NotByRowsError
 from tfshard.storage import steps
 
@@ -24,11 +25,13 @@ class BlockVariables:
     """The variables that a block reads and writes while it is traced (`steps.LocalVariables`).
 
     Attributes:
+        graph: The graph of the trace.
         reads: Each variable that was read, with its placeholder, by the id of the variable.
         writes: Each variable that was written, with its new value.
         changes: Results of `reshard`, with the dim that the model axis shards from here on.
     """
 
+    graph: tf.Graph
     reads: dict[int, tuple[Any, tf.Tensor]] = dataclasses.field(default_factory=dict)
     writes: dict[int, tuple[Any, tf.Tensor]] = dataclasses.field(default_factory=dict)
     changes: list[tuple[tf.Tensor, int | None]] = dataclasses.field(default_factory=list)
@@ -39,7 +42,8 @@ class BlockVariables:
         if id(variable) in self.writes:
             return self.writes[id(variable)][1]
         if id(variable) not in self.reads:
-            value = tf.compat.v1.placeholder(variable.dtype, variable.layout.spec.shape)
+            with self.graph.as_default():  # A branch or a loop may read it.
+                value = tf.compat.v1.placeholder(variable.dtype, variable.layout.spec.shape)
             self.reads[id(variable)] = variable, value
         return self.reads[id(variable)][1]
 
@@ -125,7 +129,8 @@ def trace(
     Raises:
         NotByRowsError: The block does more than to compute tensors.
     """
-    graph, variables = _private.func_graph(local_shards.NAME), BlockVariables()
+    graph = _private.func_graph(local_shards.NAME)
+    variables = BlockVariables(graph)
     given = tensors_in(arguments)
     losses = [_private.own_losses(layer) for layer in layers]
     counts = [len(each) for each in losses]
@@ -145,8 +150,7 @@ def trace(
             raise
         # The layer may raise anything for the rows of one device. Its error for all rows comes from the plain call.
         except Exception as error:
-            text = str(error).strip().partition("\n")[0]
-            raise NotByRowsError(f"its call fails with the samples of one device ({text})") from error
+            raise NotByRowsError(f"its call fails with the samples of one device ({_text_of(error)})") from error
         finally:
             added = any(len(each) > count for each, count in zip(losses, counts, strict=True))
             for each, count in zip(losses, counts, strict=True):
@@ -174,17 +178,39 @@ def trace(
     )
 
 
+def _text_of(error: Exception) -> str:
+    """Return the first line of an error, without the lines that Keras puts around it."""
+    found = re.search(r"\x1b\[1m(.*)\x1b\[0m", str(error), re.DOTALL)
+    text = str(error) if found is None else found[1]
+    return text.strip().partition("\n")[0][:300] or type(error).__name__
+
+
 def _check_operations(operations: Sequence[tf.Operation]) -> None:
     for each in operations:
         if _private.is_stateful(each) and each.type not in _private.ALL_RANDOM_OPS:
-            raise NotByRowsError(f"operation '{each.name}' ({each.type}) has side effects")
+            raise NotByRowsError(f"{origins.described(each)} has side effects")
         if any(output.dtype.is_complex for output in each.outputs):
-            raise NotByRowsError(f"operation '{each.name}' ({each.type}) has complex results")
+            raise NotByRowsError(f"{origins.described(each)} has complex results")
+    for each in operations:
+        if _private.calls_functions(each) and not online_softmax.is_call(each):
+            # The gradient of a loop or a branch changes its operation: a trace cannot be cut into programs after that.
+            kind = _KINDS.get(each.type, "calls of a tf.function")
+            raise NotByRowsError(f"tfshard has no rule for {kind} in a block: {origins.described(each)}")
+    for each in operations:
+        if any(tensor.dtype in (tf.variant, tf.resource) for tensor in each.outputs):
+            raise NotByRowsError(f"{origins.described(each)} makes a {each.outputs[0].dtype.name}, not numbers")
+
+
+# What the operations are that call functions.
+_KINDS = {
+    **dict.fromkeys(("While", "StatelessWhile"), "loops"),
+    **dict.fromkeys(("Case", "If", "StatelessCase", "StatelessIf"), "branches"),
+}
 
 
 def _drawn(operation: tf.Operation) -> tf.Tensor:
     if operation.type not in draws.GENERATORS and operation.type not in draws.OLD_GENERATORS:
-        raise NotByRowsError(f"operation '{operation.name}' ({operation.type}) draws random numbers in full")
+        raise NotByRowsError(f"{origins.described(operation)} draws random numbers in full")
     return operation.outputs[0]
 
 

@@ -75,9 +75,32 @@ def _owner() -> keras.metrics.Metric | keras.losses.Loss | keras.Layer | None:
     return None
 
 
+def described(operation: tf.Operation) -> str:
+    """Return the name and type of an operation in a trace of a block, and the line of the block that made it."""
+    return f"operation '{operation.name}' ({operation.type}{block_line(operation)})"
+
+
+def block_line(operation: tf.Operation) -> str:
+    """Return the user's line in a block that made an operation, after a comma; an empty text if there is none."""
+    for frame in reversed(list(operation.traceback)):
+        if frame.filename == _TRACES:
+            break
+        if _is_users(frame.filename):
+            return f", {_line_of(frame)}"
+    return ""
+
+
+# The file that calls blocks to trace them.
+_TRACES = str(pathlib.Path(__file__).parent / "local_traces.py")
+
+
 def _line(operation: tf.Operation) -> str | None:
     frame = user_frame(operation)
-    return None if frame is None else f"{pathlib.Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
+    return None if frame is None else _line_of(frame)
+
+
+def _line_of(frame: Any) -> str:
+    return f"{pathlib.Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
 
 
 def user_frame(operation: tf.Operation) -> Any:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfshard import _private
 from tfshard.graph import dim_rules
-from tfshard.operations import online_softmax, programs
+from tfshard.operations import online_softmax, origins, programs
 
 # Sizes of the batch for the second trace.
 PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
@@ -83,7 +83,7 @@ def samples_in(first: Trace, second: Trace) -> dict[Hashable, int]:
         differing = comparison.differing_dims(each)
         if differing not in ([], [0]):
             raise NotByRowsError(
-                f"the random numbers of {_described(each.op)} do not have the batch in their first dim"
+                f"the random numbers of {origins.described(each.op)} do not have the batch in their first dim"
             )
         dims |= {each.ref(): dim for dim in differing}
     drawn = {each.ref() for each in second.drawn}
@@ -96,7 +96,9 @@ def samples_in(first: Trace, second: Trace) -> dict[Hashable, int]:
             if output.ref() not in dims and operation.type in _FILLS:
                 dims |= {output.ref(): dim for dim in differing[:1]}
             if differing != ([dims[output.ref()]] if output.ref() in dims else []):
-                raise NotByRowsError(f"the shape of {_described(operation)} does not have its samples in one dim")
+                raise NotByRowsError(
+                    f"the shape of {origins.described(operation)} does not have its samples in one dim"
+                )
     for each in (*second.outputs, *second.written):
         if comparison.depends_on_size(each):
             raise NotByRowsError(f"result '{each.name}' depends on the size of the batch")
@@ -104,7 +106,7 @@ def samples_in(first: Trace, second: Trace) -> dict[Hashable, int]:
             raise NotByRowsError(f"result '{each.name}' does not have the samples in its first dim")
     for each, dim in second.gradients:
         if comparison.depends_on_size(each) or dims.get(each.ref()) != dim:
-            raise NotByRowsError(f"a custom gradient, {_described(each.op)}, does not keep the samples apart")
+            raise NotByRowsError(f"a custom gradient, {origins.described(each.op)}, does not keep the samples apart")
     return comparison.of_first(dims)
 
 
@@ -146,11 +148,22 @@ def _with_gradients(trace: Trace, operation: tf.Operation, one: tf.Operation, di
         ]
     for _, each, dim in pairs:
         if dim is None and tf.get_static_value(each) is None:
-            raise NotByRowsError(f"{_described(operation)} has a custom gradient of what has no samples")
+            raise NotByRowsError(f"{origins.described(operation)} has a custom gradient of what has no samples")
     gradients = [(gradient, dim) for gradient, _, dim in pairs if dim is not None]
     added = programs.between([*known, *(each for each, _ in ups)], [each for each, _ in gradients])
     operations = [*trace.operations, *(each.op for each, _ in ups), *added]
     return dataclasses.replace(trace, operations=operations, outputs=(), written=(), upstreams=ups, gradients=gradients)
+
+
+def first_differing(first: Trace, second: Trace) -> tf.Operation | None:
+    """Return the first operation of two traces of the same shapes that differs; None if a part is always the same."""
+    for one, other in itertools.zip_longest(first.operations, second.operations):
+        if one is None or other is None or one.type != other.type:
+            return one or other
+        attributes, others = one.node_def.attr, other.node_def.attr
+        if any(attributes[name] != others[name] for name in attributes if name not in _UNCOMPARED):
+            return one
+    return None
 
 
 def prime_for(shapes: Sequence[Sequence[int]]) -> int:
@@ -164,10 +177,6 @@ def prime_for(shapes: Sequence[Sequence[int]]) -> int:
         if all(size % prime for size in sizes):
             return prime
     raise NotByRowsError("the sizes of its inputs have too many factors")
-
-
-def _described(operation: tf.Operation) -> str:
-    return f"operation '{operation.name}' ({operation.type})"
 
 
 class _TraceComparison:
@@ -192,7 +201,7 @@ class _TraceComparison:
         lists = [[each for each in trace.operations if not _is_constant(each)] for trace in (first, second)]
         for one, other in itertools.zip_longest(*lists):
             if one is None or other is None or one.type != other.type or len(one.inputs) != len(other.inputs):
-                raise NotByRowsError(f"{_described(one or other)} depends on the size of the batch")
+                raise NotByRowsError(f"{origins.described(one or other)} depends on the size of the batch")
             self._partner |= {b.ref(): a for a, b in zip(one.outputs, other.outputs, strict=True)}
             self._compare(one, other)
 
@@ -218,10 +227,10 @@ class _TraceComparison:
         attends = online_softmax.kind_of_call(one) if one.type == "PartitionedCall" else None
         uncompared = _UNCOMPARED if attends is None else _UNCOMPARED | {"f"}
         if attends is not None and attends != online_softmax.kind_of_call(other):
-            raise NotByRowsError(f"{_described(one)} depends on the size of the batch")
+            raise NotByRowsError(f"{origins.described(one)} depends on the size of the batch")
         for name in attributes:
             if name not in uncompared and attributes[name] != others[name]:
-                raise NotByRowsError(f"attribute '{name}' of {_described(one)} depends on the size of the batch")
+                raise NotByRowsError(f"attribute '{name}' of {origins.described(one)} depends on the size of the batch")
         differs = False
         for number, (a, b) in enumerate(zip(one.inputs, other.inputs, strict=True)):
             if self._partner.get(b.ref()) is a and b.ref() not in self._different:
@@ -240,7 +249,7 @@ class _TraceComparison:
             return False
         one, other = self._constants[0].value(a), self._constants[1].value(b)
         if one is None or other is None:
-            raise NotByRowsError(f"an input of {_described(user)} depends on the size of the batch")
+            raise NotByRowsError(f"an input of {origins.described(user)} depends on the size of the batch")
         if np.array_equal(one, other):
             return True
         dim = _dim_of_equal_rows(one, other)
@@ -254,7 +263,7 @@ class _TraceComparison:
         """Compute the results of an operation that takes different constants."""
         first, second = self._constants[0].results(one), self._constants[1].results(other)
         if first is None or second is None:
-            raise NotByRowsError(f"{_described(one)} depends on the size of the batch")
+            raise NotByRowsError(f"{origins.described(one)} depends on the size of the batch")
         for tensor, a, b in zip(other.outputs, first, second, strict=True):
             if not np.array_equal(a, b):
                 self._different[tensor.ref()] = a, b
@@ -303,7 +312,7 @@ def _is_constant(operation: tf.Operation) -> bool:
 def _differing(one: tf.Tensor, other: tf.Tensor) -> list[int]:
     """Return the dims in which the shapes of two tensors differ."""
     if not (one.shape.is_fully_defined() and other.shape.is_fully_defined() and one.shape.rank == other.shape.rank):
-        raise NotByRowsError(f"the shape of {_described(one.op)} is not known")
+        raise NotByRowsError(f"the shape of {origins.described(one.op)} is not known")
     return [dim for dim in range(one.shape.rank) if one.shape[dim] != other.shape[dim]]
 
 
@@ -323,27 +332,27 @@ def _advanced(operation: tf.Operation, dims: Mapping[Hashable, int]) -> dict[Has
     if not given or operation.type == "Rank":
         return {}
     if _private.is_stateful(operation):
-        raise NotByRowsError(f"{_described(operation)} has side effects")
+        raise NotByRowsError(f"{origins.described(operation)} has side effects")
     if operation.type.startswith("FusedBatchNorm") and operation.get_attr("is_training"):
-        raise NotByRowsError(dim_rules.needs_all(operation))
+        raise NotByRowsError(f"batch normalization needs all samples: {origins.described(operation)}")
     if online_softmax.kind_of_call(operation) is not None:
         results = online_softmax.samples_in_results(operation, given)
         if results is None:
-            raise NotByRowsError(f"{_described(operation)} combines samples with other samples")
+            raise NotByRowsError(f"{origins.described(operation)} combines samples with other samples")
         return {operation.outputs[number].ref(): dim for number, dim in results.items()}
     found: dict[Hashable, int] | None = None
     for number, dim in given.items():
         outcome = dim_rules.advance(operation, number, dim, 1)
-        if isinstance(outcome, dim_rules.Blocked):
-            raise NotByRowsError(outcome.reason)
+        if isinstance(outcome, dim_rules.Blocked) and outcome.reason != dim_rules.needs_all(operation):
+            raise NotByRowsError(f"{outcome.reason}{origins.block_line(operation)}")
         if not isinstance(outcome, dim_rules.Flow) or outcome.statistics or not outcome.outputs:
-            raise NotByRowsError(dim_rules.needs_all(operation))
+            raise NotByRowsError(f"{origins.described(operation)} needs all samples")
         if any(given.get(other) != place for other, place in outcome.aligned) or any(
             other in given for other in outcome.repeated
         ):
-            raise NotByRowsError(f"{_described(operation)} combines samples with other samples")
+            raise NotByRowsError(f"{origins.described(operation)} combines samples with other samples")
         made = {operation.outputs[output].ref(): to for output, to in outcome.outputs}
         if found is not None and made != found and operation.type != "IdentityN":
-            raise NotByRowsError(f"{_described(operation)} combines samples with other samples")
+            raise NotByRowsError(f"{origins.described(operation)} combines samples with other samples")
         found = made | (found or {})
     return found or {}

@@ -10,6 +10,7 @@ from tfshard import _private
 from tfshard.devices import transfer
 from tfshard.graph import dim_rules
 from tfshard.layouts.axes import axis_sizes
+from tfshard.storage import steps
 
 # Part of the names of operations that give samples in dim 0.
 _NAME = "rows_of_samples"
@@ -33,6 +34,25 @@ def are_in(tensor: tf.Tensor, dim: int) -> bool:
         seen.add((source.name, place))
     others |= seen
     return False
+
+
+def may_be_in(tensor: tf.Tensor, dim: int) -> bool:
+    """Return whether a dim holds the samples, or is as large as the batch and comes from an operation without a rule.
+
+    Loops, branches and sorts have no rule. For code that gives the right numbers in either case.
+    """
+    if are_in(tensor, dim):
+        return True
+    step = steps.current()
+    return (
+        step is not None
+        and tensor.shape[dim] in step.batch.rows
+        and any(_has_no_rule(source.op) for source, _ in dim_rules.way_back(tensor, dim))
+    )
+
+
+def _has_no_rule(operation: tf.Operation) -> bool:
+    return operation.type not in ("Const", "Placeholder", "Relayout") and not dim_rules.has_rule(operation)
 
 
 def _begins(source: tf.Tensor, place: int) -> bool:

@@ -13,6 +13,7 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import batching, transfer
+from tfshard.operations import programs
 from tfshard.storage.variables import ShardedVariable
 from tfshard.verifying import operation_check
 from tfshard.verifying.operation_check import Held, Operation, Worst, worst_of
@@ -212,6 +213,12 @@ class Comparison:
             if key.path in sharded.recorder.compiled:
                 continue  # The output of the compiled block is compared.
             self._not_compared[f"{key}: the sharded step does not compute it"] = None
+        inside = sharded.recorder.compiled - {key.path for key in sharded.values if key.kind == "layer"}
+        if inside:
+            self._not_compared[
+                f"layers and random numbers inside compiled blocks, such as '{min(inside)}': only outputs of "
+                "blocks and gradients are compared"
+            ] = None
         floors = {
             "random": 1e-3,
             "layer": 1e-3,
@@ -353,7 +360,38 @@ class Comparison:
 
         with subject.on_one_device():
             alone = run_on_one_device(subject, self._host_batch(), again, same_names)
-        return operation_check.first_other(region, again.selected, alone.selected, self._tolerance)
+        blocks = self._wrong_programs(region, self._wrong[first], again.recorder)
+        return operation_check.first_other(region, again.selected, alone.selected, self._tolerance, blocks)
+
+    def _wrong_programs(
+        self, region: list[tf.Operation], first: Difference, recorder: Recorder
+    ) -> dict[str, Operation]:
+        """Return the programs of compiled layers with wrong outputs or gradients, by the name of the operation."""
+        found = {}
+        for operation in region:
+            if operation.type != programs.CALL:
+                continue
+            span, is_backward = recorder.span_of(operation), operation.name.startswith("gradient_tape/")
+            if span is None:
+                what = "of a function or an update"
+            else:
+                what = f"of the {'backward' if is_backward else 'forward'} pass of compiled {span.layer}"
+                kind = "gradient" if is_backward else "layer"
+                noted = {
+                    key for key in recorder.values if key.kind == kind and f"{key.path}/".startswith(f"{span.path}/")
+                }
+                if noted and not noted & self._wrong.keys():
+                    continue
+            found[operation.name] = Operation(
+                name=operation.name,
+                type=operation.type,
+                line="",
+                reason=f"the XLA program {what} (without jit_compile=True, verify looks into it)",
+                sharded=first.sharded,
+                one_device=first.one_device,
+                index=first.index,
+            )
+        return found
 
     def _assigned(self, name: str, graph: tf.Graph) -> list[tf.Tensor]:
         variable = self._subject.variables().get(name)

@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
+from tfshard.devices import local_shards
+from tfshard.operations import programs
 from tfshard.operations.origins import PACKAGE
 
 # Files that call other code.
@@ -137,6 +139,8 @@ def first_wrong(
     order = {operation.name: i for i, operation in enumerate(operations[0].graph.get_operations())}
     alone = _SingleOperations(operations)
     for operation in operations:
+        if _differs_by_device(operation):
+            continue
         inputs = [values.get(tensor.name) for tensor in operation.inputs]
         if operation.type == "ReadVariableOp":
             writes = writes_before(operation, order)
@@ -163,16 +167,40 @@ def first_wrong(
     return None
 
 
+def _differs_by_device(operation: tf.Operation) -> bool:
+    """Return whether devices compute an operation from their local shards, so that one value says nothing about it."""
+    if operation.type == programs.CALL:
+        return True
+    tensors = [*operation.inputs, *(each for tensor in operation.inputs for each in tensor.op.inputs)]
+    return any(map(local_shards.is_parted, (*operation.outputs, *tensors)))
+
+
 def _useful(operation: tf.Operation) -> int:
     """Return the number of an operation's outputs that are not only for its gradient."""
     return 3 if operation.type.startswith("FusedBatchNorm") else len(operation.outputs)
 
 
 def first_other(
-    operations: Sequence[tf.Operation], values: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], rtol: float
+    operations: Sequence[tf.Operation],
+    values: Mapping[str, np.ndarray],
+    other: Mapping[str, np.ndarray],
+    rtol: float,
+    blocks: Mapping[str, Operation],
 ) -> Operation | None:
-    """Return the first operation of a sharded step with a result that differs from the same operation on one device."""
+    """Return the first operation of a sharded step with a result that differs from the same operation on one device.
+
+    Args:
+        operations: Operations of the graph of a sharded step, in order.
+        values: Tensors of that step by name, in full on the host.
+        other: The same for the step on one device.
+        rtol: The tolerance of a result, relative to its largest number.
+        blocks: The programs of compiled blocks with other results than on one device, by the name of the operation.
+    """
     for operation in operations:
+        if operation.name in blocks:
+            return blocks[operation.name]
+        if _differs_by_device(operation):
+            continue
         if operation.type == "Const" and not operation.outputs[0].dtype.is_floating:
             continue  # A shape or an index.
         for tensor in list(operation.outputs)[: _useful(operation)]:
@@ -183,6 +211,8 @@ def first_other(
     for operation in operations:
         output = next(iter(operation.outputs), None)
         if output is None or output.name in other or output.name not in values or _is_ours(operation):
+            continue
+        if _differs_by_device(operation):
             continue
         first = values[output.name].reshape(-1)[:1]
         worst = Worst(sharded=first.item() if first.size else None, one_device=None, index=(), error=float("inf"))

@@ -58,11 +58,13 @@ class OperationSpan:
 
     Attributes:
         layer: The name of the layer in messages.
+        path: The path of the layer.
         begin: The number of operations before the call.
         end: The number of operations after the call.
     """
 
     layer: str
+    path: str
     begin: int
     end: int
 
@@ -147,7 +149,7 @@ class Recorder:
             begin = len(self.graph.get_operations())
             outputs = call(*args, **kwargs)
             if inside:
-                span = OperationSpan(layer=f"layer '{path}' ({type(layer).__name__})", begin=begin,
+                span = OperationSpan(layer=f"layer '{path}' ({type(layer).__name__})", path=path, begin=begin,
                             end=len(self.graph.get_operations()))  # fmt: skip
                 self.spans.append(span)
             for part, output in enumerate(tf.nest.flatten(outputs)):
@@ -209,6 +211,7 @@ class Recorder:
             return output
         key = Key(kind="random", path=path, call=self._number("random", path))
         if output.op.type in draws.STATEFUL and self._given is not None:
+            _private.global_seed_generator(create=True).next()  # As the sharded step, which draws by this state.
             given = self._given.get(key)
             if given is None:
                 self.left_out[f"{key}: TensorFlow's stateful generators draw other numbers on one device"] = None
@@ -219,6 +222,11 @@ class Recorder:
 
     def layer_of(self, operation: tf.Operation) -> str | None:
         """Return the innermost layer that made an operation, or that made the operation's forward operation."""
+        span = self.span_of(operation)
+        return None if span is None else span.layer
+
+    def span_of(self, operation: tf.Operation) -> OperationSpan | None:
+        """Return the innermost call of a layer that made an operation, or that made its forward operation."""
         numbers = {op.name: i for i, op in enumerate(self.graph.get_operations())}
         number = numbers.get(operation.name)
         found = [span for span in self.spans if number is not None and span.begin <= number < span.end]
@@ -226,7 +234,7 @@ class Recorder:
             forward = operation.name.removeprefix("gradient_tape/").rpartition("/")[0]
             names = [op.name for op in self.graph.get_operations()]
             found = [s for s in self.spans if any(n.rpartition("/")[0] == forward for n in names[s.begin : s.end])]
-        return min(found, key=lambda span: span.end - span.begin).layer if found else None
+        return min(found, key=lambda span: span.end - span.begin) if found else None
 
 
 def _constant(value: np.ndarray) -> tf.Tensor:
