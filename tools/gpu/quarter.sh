@@ -20,7 +20,6 @@ _use_site() {
   LD_LIBRARY_PATH="$("$python" tools/gpu/quarter/libraries.py "$site/lib" "$site")"
   export LD_LIBRARY_PATH PYTHONPATH="$PWD:$site"
   export XLA_FLAGS="--xla_gpu_cuda_data_dir=$site/nvidia/cuda_nvcc"
-  export PATH="$site/nvidia/cuda_nvcc/bin:$PATH"
 }
 
 mode="${1:-}"

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ ROOT = HERE.parents[2]
 # Seconds for stacks between the time limit and the end of the process.
 _STACKS_SECONDS = 20
 _LOG_BYTES = 200_000
+_NOISE = re.compile(r"WARNING|oneDNN custom operations")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,9 @@ class Check:
     native: bool = False
 
 
-_PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "report_names", "-q", "--tb=short", "-rf")
+_PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "report_names", "-p", "xdist", "-q", "--tb=short", "-rf")
+# The machine has plugins of its own, whose warnings would be errors.
+_NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 _FOUR = {"TFSHARD_GPU_MEBIBYTES": "16000"}
 
 
@@ -84,7 +88,7 @@ CHECKS = (
         "a", "tests of storage, devices and operations that are not quick tests, by name if they fail",
         (*_PYTEST, "-n", "14", "-m", "not quick", "tests/devices", "tests/operations", "tests/storage"),
         (*_PYTEST, "-n", "2", "tests/devices/test_gpus.py"),
-        150, {"TFSHARD_GPU_MEBIBYTES": "1000"},
+        150, {**_NO_PLUGINS, "TFSHARD_GPU_MEBIBYTES": "1000"},
     ),
     Check(
         "h1", "NCCL between four parts of the card, stage 0", (str(HERE / "nccl.py"), "--zero_stage=0"),
@@ -184,7 +188,7 @@ class Results:
                 file.write(json.dumps({"check": check.name, **line}) + "\n")
             with (self._folder / "results.md").open("a") as file:
                 file.write(f"| {check.name} | {text} |\n")
-            print(f"{check.name}: {text[:400]}", flush=True)
+            print(f"{check.name}: {text[:700]}", flush=True)
 
     def log(self, check: Check, text: str) -> None:
         with self._lock, (self._folder / "log.txt").open("a") as file:
@@ -196,10 +200,12 @@ def run(check: Check, results: Results, *, seconds: float, dry: bool) -> bool:
     program = check.dry if dry else check.command
     environment = {**os.environ, **check.environment, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     if check.others:
-        for name in ("PYTHONPATH", "LD_LIBRARY_PATH"):
+        for name in ("PYTHONPATH", "XLA_FLAGS"):
             environment.pop(name, None)
-            if (machine := environment.get(f"QUARTER_{name}")) is not None:
-                environment[name] = machine
+        if machine := environment.get("QUARTER_LD_LIBRARY_PATH"):
+            environment["LD_LIBRARY_PATH"] = machine
+        elif machine == "":
+            del environment["LD_LIBRARY_PATH"]
     else:
         environment |= {
             "KERAS_BACKEND": "tensorflow",
@@ -238,14 +244,15 @@ def _read(
     process: subprocess.Popen[str], check: Check, results: Results, output: list[str], found: list[dict[str, Any]]
 ) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        output.append(line)
-        if line.startswith("{"):
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-            results.add(check, found[-1])
+    with process.stdout as lines:
+        for line in lines:
+            output.append(line)
+            if line.startswith("{"):
+                try:
+                    found.append(json.loads(line))
+                except json.JSONDecodeError:
+                    continue
+                results.add(check, found[-1])
 
 
 def _print_stacks(process: subprocess.Popen[str], check: Check, output: list[str]) -> None:
@@ -273,7 +280,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _last_lines(output: Iterable[str]) -> str:
-    lines = [line.rstrip() for line in output if line.strip() and "WARNING" not in line]
+    lines = [line.rstrip() for line in output if line.strip() and not _NOISE.search(line)]
     return " / ".join(lines[-8:])[-1500:]
 
 

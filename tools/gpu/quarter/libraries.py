@@ -20,22 +20,23 @@ NAMES = (
 
 
 def folders(packages: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Return the folders of the machine and of Python packages that may hold CUDA libraries."""
-    found = [pathlib.Path(each) for each in ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu")]
+    """Return the folders of Python packages and of the machine that may hold CUDA libraries."""
+    found: list[pathlib.Path] = []
     for each in packages:
         found += sorted(path for pattern in ("*/lib", "*/lib64") for path in (each / "nvidia").glob(pattern))
+    found.append(pathlib.Path("/usr/local/cuda/lib64"))
     return [each for each in found if each.is_dir()]
 
 
 def link(target: pathlib.Path, names: Iterable[str], where: list[pathlib.Path]) -> dict[str, pathlib.Path | None]:
-    """Link each name to the library of this name, or else to the newest version of it. None stands for no library."""
+    """Link each name to the first library of this name, or else to the newest version of it, or to none."""
     target.mkdir(parents=True, exist_ok=True)
     found: dict[str, pathlib.Path | None] = {}
     for name in names:
         stem = name.partition(".so")[0]
         every = [path for folder in where for path in folder.glob(f"{stem}.so*")]
         exact = [path for path in every if path.name == name]
-        found[name] = (exact or sorted(every, key=_version) or [None])[-1]
+        found[name] = (exact or sorted(every, key=_version, reverse=True) or [None])[0]
         link = target / name
         link.unlink(missing_ok=True)
         if (library := found[name]) is not None:
