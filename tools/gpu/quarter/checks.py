@@ -86,9 +86,9 @@ _SAVE = (str(ROOT / "tools" / "bench" / "async_save.py"),)
 CHECKS = (
     Check(
         "a", "tests of storage, devices and operations that are not quick tests, by name if they fail",
-        (*_PYTEST, "-n", "14", "-m", "not quick", "tests/devices", "tests/operations", "tests/storage"),
-        (*_PYTEST, "-n", "2", "tests/devices/test_gpus.py"),
-        150, {**_NO_PLUGINS, "TFSHARD_GPU_MEBIBYTES": "1000"},
+        (*_PYTEST, "-n14", "--dist=worksteal", "-m", "not quick", "tests/devices", "tests/operations", "tests/storage"),
+        (*_PYTEST, "-n2", "tests/devices/test_gpus.py"),
+        180, {**_NO_PLUGINS, "TFSHARD_GPU_MEBIBYTES": "1000"},
     ),
     Check(
         "h1", "NCCL between four parts of the card, stage 0", (str(HERE / "nccl.py"), "--zero_stage=0"),
