@@ -203,6 +203,13 @@ def test_the_time_limits_fit_the_lease():
     assert checks.seconds_of(first) + checks.seconds_of(second) <= 660
 
 
+def test_the_table_of_checks_has_each_check_with_its_time_limit():
+    page = (ROOT / "benchmarks" / "GPU.md").read_text()
+    for each in checks.CHECKS:
+        assert f"| {each.name}{'+' if each.beside else ''} | {each.what} | {each.seconds} | " in page
+    assert f"the checks at most {checks.seconds_of(checks.CHECKS)} s" in page
+
+
 def script(tmp_path: pathlib.Path, text: str) -> tuple[str, ...]:
     (tmp_path / "script.py").write_text(text)
     return (str(tmp_path / "script.py"),)

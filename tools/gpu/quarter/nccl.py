@@ -7,6 +7,7 @@ check only, so that both DTensor's compiler and TensorFlow's configuration (`col
 the collectives are TensorFlow's rings.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -34,8 +35,8 @@ def start() -> None:
     from tensorflow.dtensor.python import accelerator_util
 
     os.environ["DTENSOR_GPU_USE_NCCL_COMMUNICATION"] = "1"
-    # The first answer is for the check, the second for the configuration.
-    answers = unittest.mock.Mock(side_effect=[False, True])
+    # The first answer is for the check, the others for the configuration.
+    answers = unittest.mock.Mock(side_effect=itertools.chain([False], itertools.repeat(True)))
     with unittest.mock.patch.object(accelerator_util.config, "gpu_use_nccl_communication", answers):
         common.start(_DEVICES)
 

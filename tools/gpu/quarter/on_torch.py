@@ -87,7 +87,7 @@ def measure(size: sizes.Size, steps: int) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found = float(loss)
+        found = float(loss.detach())
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
