@@ -222,9 +222,11 @@ def run(check: Check, results: Results, *, seconds: float, dry: bool) -> bool:
     found: list[dict[str, Any]] = []
     reader = threading.Thread(target=_read, args=(process, check, results, output, found))
     reader.start()
+    in_time = True
     try:
-        process.wait(timeout=max(seconds, 1))
+        process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
+        in_time = False
         _print_stacks(process, check, output)
     _end(process)
     reader.join()
@@ -233,11 +235,11 @@ def run(check: Check, results: Results, *, seconds: float, dry: bool) -> bool:
     if not found and status == 0:
         found.append({"output": _last_lines(output)})
         results.add(check, found[0])
-    ended = "ok" if status == 0 else f"no end within {seconds:.0f} s" if status == -signal.SIGKILL else f"exit {status}"
+    ended = f"no end within {seconds:.0f} s" if not in_time else "ok" if status == 0 else f"exit {status}"
     end = {"ended": ended, "what": check.what, "seconds": took}
-    results.add(check, end if status == 0 else {**end, "last": _last_lines(output)})
+    results.add(check, end if ended == "ok" else {**end, "last": _last_lines(output)})
     results.log(check, "".join(output))
-    return status == 0
+    return ended == "ok"
 
 
 def _read(
