@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from tensorflow.core.framework import kernel_def_pb2, node_def_pb2, op_def_pb2, types_pb2
 from tensorflow.python.framework import kernels, op_def_registry
 
-# The dtypes that TensorFlow 2.21 passes to NCCL (`ToNcclType` in nccl_manager.cc; the mask 0x8020e in its binary).
+# The dtypes that TensorFlow 2.21 passes to NCCL (ToNcclType in nccl_manager.cc; the mask 0x8020e in its binary).
 NCCL_DTYPES = frozenset({"float16", "float32", "float64", "int32", "int64"})
 # Handles are in host memory, even if their values are not.
 _HANDLES = (types_pb2.DT_STRING, types_pb2.DT_RESOURCE, types_pb2.DT_VARIANT)
-# A function keeps its int32 arguments and results in host memory (`FunctionArgHasHostMemory` in function.cc).
+# A function keeps its int32 arguments and results in host memory (FunctionArgHasHostMemory in function.cc).
 _ON_HOST_IN_CALLS = (*_HANDLES, types_pb2.DT_INT32)
 # Nodes that run other functions, or stand for the arguments of one.
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "StatelessIf"})

@@ -1,10 +1,12 @@
 """Read a compiled step: collectives, their order, kernels, and copies between host and devices."""
 
 import collections
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
+import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework import function_def_to_graph
@@ -85,8 +87,11 @@ class Step:
 
 def functions() -> dict[str, function_pb2.FunctionDef]:
     """Return all functions of the process, by name."""
-    names = context.context().list_function_names()
-    return {name: context.context().get_function_def(name) for name in names}
+    found = {}
+    for name in context.context().list_function_names():
+        with contextlib.suppress(tf.errors.NotFoundError):  # Python has freed it since.
+            found[name] = context.context().get_function_def(name)
+    return found
 
 
 def read(names: Iterable[str], known: dict[str, function_pb2.FunctionDef]) -> Step:
