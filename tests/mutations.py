@@ -1405,7 +1405,7 @@ MUTATIONS = [
     Mutation(
         area="devices",
         function="tfshard.devices.replicas:gathered",
-        old="if not (is_gather and sizes[over[0]] > 1 and sizes.shards_by_several and tensor.dtype in _DTYPES):",
+        old="if not (is_gather and sizes[over[0]] > 1 and by_reduction and tensor.dtype in _DTYPES):",
         new="if True:",
         what="on meshes of several axes variables are gathered by reductions again",
         killed_by="tests/devices/test_gathers.py::test_an_axis_is_gathered_by_one_collective_beside_another",

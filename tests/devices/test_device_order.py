@@ -66,7 +66,7 @@ def test_a_mesh_in_another_order_is_refused_and_both_orders_are_named(places, si
 @pytest.mark.parametrize(
     ("places", "sizes", "meet"),
     [
-        ((0, 2, 1, 3), {"batch": 4}, lambda mesh: replicas.meet(mesh, exchanges=True)),
+        ((0, 2, 1, 3), {"batch": 4}, replicas.meet),
         ((0, 2, 1, 3), {"batch": 4}, replicas.meet_to_exchange),
         ((1, 0, 3, 2), {"replica": 2, "batch": 2}, replicas.meet),
         ((2, 3, 0, 1), {"replica": 2, "batch": 2}, replicas.meet_to_exchange),

@@ -64,6 +64,18 @@ def test_an_axis_is_gathered_by_one_collective_beside_another(over, shape, dtype
                 np.testing.assert_array_equal(piece, value[box.slices], err_msg=str(axes))
 
 
+def test_bfloat16_is_gathered_in_two_bytes_on_a_mesh_of_one_axis():
+    """DTensor would all-reduce float32, with zeros for the other shards."""
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
+    value = tf.cast(np.arange(32).reshape(8, 4), tf.bfloat16).numpy()
+    sharded = transfer.host_to_mesh(value, ("batch", None), strategy.mesh)
+    traced = tf.function(lambda tensor: replicas.gathered(tensor, ("batch", None), (None, None), strategy.mesh))
+    types = [each.type for each in traced.get_concrete_function(sharded).graph.get_operations()]
+    assert types.count(replicas.GATHER) == 1
+    for piece in pieces(traced(sharded)):
+        np.testing.assert_array_equal(piece, value)
+
+
 def pieces(tensor) -> list[np.ndarray]:
     """Return the local shard of each device."""
     found = [piece.numpy() for piece in dtensor.unpack(tensor)]

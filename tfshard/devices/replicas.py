@@ -46,12 +46,14 @@ def gathered(tensor: tf.Tensor, axes: Axes, target: Axes, mesh: dtensor.Mesh) ->
     """Change a tensor's layout from `axes` to `target`. Uses `gather` where DTensor would gather by a reduction.
 
     On a mesh with several axes, DTensor gathers by an all-reduce of zero-padded shards (devices/gathers.py), which
-    sends twice the bytes and holds the full tensor twice.
+    sends twice the bytes and holds the full tensor twice. On all meshes, it gathers bfloat16 by an all-reduce of
+    float32.
     """
     sizes = axis_sizes(mesh)
     over = [axis for axis, kept in zip(axes, target, strict=True) if axis is not None and kept is None]
     is_gather = len(over) == 1 and target == tuple(None if axis == over[0] else axis for axis in axes)
-    if not (is_gather and sizes[over[0]] > 1 and sizes.shards_by_several and tensor.dtype in _DTYPES):
+    by_reduction = sizes.shards_by_several or tensor.dtype == tf.bfloat16
+    if not (is_gather and sizes[over[0]] > 1 and by_reduction and tensor.dtype in _DTYPES):
         return transfer.relayout(tensor, target, mesh)
     return gather(tensor, axes, mesh, None if over[0] == sizes.data else over[0])
 
@@ -111,12 +113,11 @@ def allow_collectives() -> None:
     _private.run_when_used(collectives)
 
 
-def meet(mesh: dtensor.Mesh, *, exchanges: bool = False) -> None:
+def meet(mesh: dtensor.Mesh) -> None:
     """Make the devices of each group meet once, as `transfer.meet` does for DTensor's groups. Eager only.
 
     Args:
         mesh: The mesh.
-        exchanges: True if all devices of the data axis exchange rows of variables (`VariableKind.meet`).
 
     Raises:
         MeshError: TensorFlow has the devices of a group in another order than the mesh.
@@ -129,8 +130,7 @@ def meet(mesh: dtensor.Mesh, *, exchanges: bool = False) -> None:
             stored = transfer.host_to_mesh(np.arange(sizes[axis], dtype="float32"), (axis,), mesh)
             with clients.here().operation(f"the first meeting of the devices along '{axis}'", first=True):
                 device_order.check(gather(stored, (axis,), mesh, axis), axis, mesh)
-    gathers = sizes.replicas > 1 or ((sizes.shards_by_several or exchanges) and sizes.data_size > 1)
-    if not gathers:
+    if sizes.data_size == 1:
         _met.add(mesh.to_string())
         return
     assert sizes.data is not None

@@ -11,7 +11,7 @@ def run(log: CheckLog, started: startup.Runtime, request: CheckRequest) -> None:
         made = mesh.create_mesh(**axes)
         try:
             transfer.meet(made)
-            replicas.meet(made, exchanges=True)
+            replicas.meet(made)
         except MeshError as error:
             log.fault(f"Mesh {mesh_text(axes)}: {error}")
             log.row("Ranks", mesh=mesh_text(axes), order="permuted")

@@ -95,14 +95,6 @@ class VariableKind(abc.ABC):
     # --- how steps use a variable
 
     @abc.abstractmethod
-    def meet(self, mesh: Any) -> None:
-        """Make the devices that exchange data of variables of this kind meet once, before the first step. Eager only.
-
-        Args:
-            mesh: The DTensor mesh.
-        """
-
-    @abc.abstractmethod
     def begin_step(self, record: Any) -> Any:
         """Return the `KindState` of a step, before the step uses a variable of this kind.
 

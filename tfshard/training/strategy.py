@@ -217,8 +217,6 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         reductions.choose(config.precision.reduce_dtype)
         transfer.meet(mesh)
         replicas.meet(mesh)
-        for kind in config.kinds:
-            kind.meet(mesh)
         if config.reduction is not None:
             config.reduction.meet(mesh)
         process_lock.start()

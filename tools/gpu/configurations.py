@@ -106,6 +106,7 @@ BUILDERS: dict[str, Callable[[], keras.Model]] = {
     "recurrent": recurrent,
     "table": table,
     "images": images,
+    "wide": lambda: families.mlp((64, 128)),  # With slots of 4096 elements and more.
     "experts": experts,
     "adapted": adapted,
     "two blocks": blocks,
@@ -144,8 +145,8 @@ def _configurations() -> Iterator[tuple[str, Configuration]]:
         name = compression if isinstance(compression, str) else "PowerSGD"
         yield f"gpt2, compressed by {name}", Configuration(strategy={"compression": compression})
     yield "gpt2, replicas, compressed by int8", Configuration(mesh=HYBRID, strategy={"compression": "int8"})
-    for dtype in ("bfloat16", "int8"):
-        yield f"gpt2, slots in {dtype}", Configuration(strategy={"slot_dtype": dtype})
+    yield "gpt2, slots in bfloat16", Configuration(strategy={"slot_dtype": "bfloat16"})
+    yield "wide, slots in int8", Configuration(family="wide", strategy={"slot_dtype": "int8"})
     yield (
         "table",
         Configuration(family="table", strategy={"tables": "items/embeddings"}, optimizer=keras.optimizers.Adagrad),
@@ -181,7 +182,7 @@ def batch(configuration: Configuration) -> tuple[Any, Any]:
         return rs.normal(size=(SAMPLES, 16, 16, 3)).astype("float32"), families.LABELS
     if configuration.family == "experts":
         return families.batches("gpt2")[0]
-    if configuration.family == "adapted":
+    if configuration.family in ("adapted", "wide"):
         return families.batches("mlp")[0]
     if configuration.family == "two blocks":
         return families.batches("gpt2")[0]

@@ -13,7 +13,6 @@ from tfshard.contrib.embedding_tables import embedding_lookups, embedding_update
 from tfshard.contrib.embedding_tables.table_options import LAZY, EmbeddingTables
 from tfshard.contrib.embedding_tables.table_reads import TableReads
 from tfshard.contrib.embedding_tables.table_rows import TableRows
-from tfshard.devices import replicas
 from tfshard.errors import StrategyError
 from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts.axes import MeshAxes
@@ -101,9 +100,6 @@ class TableKind(VariableKind):
 
     def format(self, layout: VariableLayout, mesh: dtensor.Mesh) -> TableRows:
         return TableRows(layout, mesh)
-
-    def meet(self, mesh: dtensor.Mesh) -> None:
-        replicas.meet(mesh, exchanges=True)
 
     def begin_step(self, record: StepRecord) -> TableReads:
         return TableReads(record)
