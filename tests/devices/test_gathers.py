@@ -11,7 +11,8 @@ from tensorflow.experimental import dtensor
 
 import tfshard
 from tfshard import collectives
-from tfshard.devices import gathers, replicas, transfer
+from tfshard.devices import gathers, replicas, startup, transfer
+from tfshard.errors import InitializationError
 from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
 
@@ -141,6 +142,12 @@ def test_an_axis_moves_from_one_dim_to_another(sizes):
         result = moved(sharded)
         assert transfer.axes_of(dtensor.fetch_layout(result)) == second, "premise"
         np.testing.assert_array_equal(transfer.to_host(result), value, err_msg=f"{before} to {after}")
+
+
+def test_the_switch_of_the_all_to_all_must_be_off(monkeypatch):
+    monkeypatch.setenv("DTENSOR_USE_ALL_TO_ALL_RELAYOUT", "1")
+    with pytest.raises(InitializationError, match="must be 0 or not set"):
+        startup._check_switches()
 
 
 def test_attention_over_positions_that_a_model_axis_shards_matches_one_device():

@@ -75,6 +75,27 @@ def test_dtypes_that_nccl_lacks_are_found():
     assert step.not_of_nccl == {("all-gather", "bfloat16")}
 
 
+def test_only_constants_that_give_shapes_become_int32():
+    def function(x, y):
+        shape, perm = tf.constant([4], tf.int64), tf.constant([1, 0], tf.int64)
+        added, returned = tf.constant([2, 2], tf.int64), tf.constant([1, 4], tf.int64)
+        results = tf.reshape(x, shape), tf.transpose(x, perm), tf.broadcast_to(y, tf.constant([3, 2], tf.int64))
+        return *results, tf.reshape(x, added), added + 1, tf.reshape(x, returned), returned
+
+    traced = tf.function(function, autograph=False).get_concrete_function(tf.TensorSpec((2, 2)), tf.TensorSpec((2,)))
+    definition = lowered.functions()[traced.function_def.signature.name]
+    assert _private.functions._make_shapes_int32(definition)
+    types = {node.op: set() for node in definition.node_def}
+    for node in definition.node_def:
+        types[node.op] |= {
+            tf.as_dtype(node.attr[name].type) for name in ("Tshape", "Tperm", "Tidx") if name in node.attr
+        }
+    assert types["Transpose"] == types["BroadcastTo"] == {tf.int32}
+    assert types["Reshape"] == {tf.int32, tf.int64}, "constants with another use stay"
+    constants = [tf.as_dtype(node.attr["dtype"].type) for node in definition.node_def if node.op == "Const"]
+    assert constants.count(tf.int32) == 3
+
+
 def test_steps_match_one_device_with_shapes_in_int32(monkeypatch):
     """GPUs read int32 shapes on the host, where DTensor's int64 shapes would be copied to."""
     monkeypatch.setattr(_private.functions, "_shapes_are_int32", True)

@@ -136,7 +136,7 @@ def test_memory_is_left_to_nccl(mebibytes, given, expected, monkeypatch):
 def test_what_initialize_prints_on_gpus(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PATH", fake_gpus.path(tmp_path, 2))
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["a", "b"])
-    monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: False)
+    monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: None)
     monkeypatch.setenv("TF_DEVICE_MIN_SYS_MEMORY_IN_MB", "4077")
     startup._print_gpus()
     (line,) = capfd.readouterr().err.splitlines()

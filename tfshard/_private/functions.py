@@ -261,7 +261,9 @@ def _rename_collectives(function: Any) -> None:
 
 
 def _make_shapes_int32(function: Any) -> bool:
-    """Make the int64 constants of a function (`FunctionDef`) int32 that only give shapes. Returns whether it has any.
+    """Convert the int64 constants of a function (`FunctionDef`) that only give shapes to int32.
+
+    Returns whether any changed.
 
     The function keeps constants that give something else, and those that do not fit.
     """

@@ -5,11 +5,11 @@ messages use the transport of all collectives. Messages from one device to anoth
 were sent: both clients must reach the messages of such a pair in the same order. Each pair has a sender thread, so
 sending does not block the caller.
 
-Messages of GPUs go through the memory of both hosts. TensorFlow would broadcast between GPUs by NCCL, with one stream
-for all communicators of a device (NcclManager::GetCommunicator in nccl_manager.cc). A device that sends before it
-receives, and a device that receives before it sends, would then wait for each other forever. A group of CPU devices
-never uses NCCL: TensorFlow 2.21 asks for DEVICE_GPU (AssignCollectiveType in collective_param_resolver_local.cc; also
-read in its machine code). TensorFlow matches messages of hosts by their keys, in a thread for each message
+Messages of GPUs go through the memory of both hosts. Over NCCL, two devices that each send and receive could
+deadlock: NCCL has one stream for all communicators of a device (NcclManager::GetCommunicator in nccl_manager.cc). A
+group of CPU devices never uses NCCL: TensorFlow 2.21 asks for DEVICE_GPU (AssignCollectiveType in
+collective_param_resolver_local.cc; also read in its machine code). TensorFlow matches messages of hosts by their keys,
+in a thread for each message
 (UnboundedWorkQueue), so a message only waits for the same message on the other client.
 
 DTensor has meshes without local devices ("remote"). On these meshes, tensors have a layout, a shape and no value, and

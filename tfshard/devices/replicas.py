@@ -1,4 +1,4 @@
-"""Collectives over the data axis, over all its devices or over those of one replica, and gathers over other axes.
+"""Collectives over the data axis (all devices, or one replica), and gathers over other axes.
 
 DTensor's collectives span full mesh axes, and DTensor shards a dim over one axis only. Its layouts cannot express a
 batch that is sharded over all devices together with variables that are gathered within a host. On meshes with several
@@ -72,7 +72,7 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh, over: str | None =
         The tensor in the same layout, but replicated over the axis. With replicas, it has one replica's rows.
     """
     if tf.executing_eagerly():
-        return _in_a_function(functools.partial(gather, over=over) if over else gather, stored, axes, mesh)
+        return _in_a_function(gather if over is None else _gather_over(over), stored, axes, mesh)
     sizes = axis_sizes(mesh)
     axis = over or sizes.data
     assert axis is not None
@@ -103,6 +103,12 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh, over: str | None =
         rows = transfer.relayout(rows, (None,) * len(shard), mesh)
     left = tuple(None if each == axis else each for each in axes)
     return local_shards.from_local(rows, left, mesh) if any(left) else rows
+
+
+@functools.cache
+def _gather_over(axis: str) -> Function:
+    """Return `gather` over an axis, the same function at each call."""
+    return functools.partial(gather, over=axis)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ _FORBIDDEN = {
 _EDGES = "dependency_optimization"
 # TensorFlow's environment variable for the memory of a GPU that it leaves to others, in MiB.
 _RESERVE = "TF_DEVICE_MIN_SYS_MEMORY_IN_MB"
-# TensorFlow's own choice (MinSystemMemory in gpu_device.cc), and the most that tfshard leaves.
+# The most that TensorFlow leaves by itself, on an H100 (MinSystemMemory in gpu_device.cc), and that tfshard leaves.
 _TENSORFLOWS_RESERVE, _MOST_RESERVE = 1800, 4096
 # TensorFlow's environment variable for the number of threads of an operation.
 _THREADS = "TF_NUM_INTRAOP_THREADS"
@@ -179,7 +179,7 @@ def scatters_what_it_reduces(device_type: str) -> bool:
 
 def uses_nccl(device_type: str) -> bool:
     """Return whether devices communicate by NCCL."""
-    return device_type == "GPU" and os.environ.get(_NCCL, "0") not in _OFF
+    return device_type == "GPU" and os.environ.get(_NCCL, "0") != "0"
 
 
 def _parts(physical: tf.config.PhysicalDevice) -> int:
@@ -354,7 +354,9 @@ def _leave_room_for_nccl() -> None:
 
 def _print_gpus() -> None:
     """Print the GPUs of this machine once, and the choices about their memory."""
-    growth = {str(tf.config.experimental.get_memory_growth(gpu)) for gpu in tf.config.list_physical_devices("GPU")}
+    devices = tf.config.list_physical_devices("GPU")
+    # None without a choice of the script.
+    growth = {str(bool(tf.config.experimental.get_memory_growth(gpu))) for gpu in devices}
     found = [*gpus.facts(), ("memory growth", "/".join(sorted(growth)))]
     found.append(("MiB left to others", os.environ.get(_RESERVE, "chosen by TensorFlow")))
     print(f"tfshard: {'; '.join(f'{name}: {text}' for name, text in found)}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """`tfshard launch`: starts and ends the clients of a run together, as the leader or as a follower."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 
@@ -30,7 +31,7 @@ def _log_gpus(options: Launch) -> None:
     seen = [variables.get(gpus.VISIBLE) for variables in options.gpus_of_clients]
     if seen[0] is not None:
         log(f"the clients of this host see the GPUs {' | '.join(map(str, seen))}.")
-    elif gpus.count() is None:
+    elif gpus.VISIBLE not in os.environ and gpus.count() is None:
         log(
             "this machine has NVIDIA GPUs, but neither nvidia-smi nor /proc/driver/nvidia/gpus counts them. Set "
             f"{gpus.VISIBLE} for the launcher, which divides it among the clients."

@@ -41,7 +41,7 @@ class ReadAhead(Generic[_Item]):
         self._is_closed = False
 
     def peek(self) -> _Item:
-        """Return the next item, and leave it the next item."""
+        """Return the next item without removing it."""
         if self._is_reading:
             with self._changed:
                 while self._is_reading and not self._waiting:
@@ -60,15 +60,15 @@ class ReadAhead(Generic[_Item]):
         if not self.depth:
             self._waiting.popleft()
             return item
+        thread = threading.Thread(target=self._fill, name="tfshard-input", daemon=True)
+        _wait_at_exit()
         with self._changed:
             self._waiting.popleft()
             if self._is_reading or self._is_full():
                 return item
-            self._is_reading = True
-        thread = threading.Thread(target=self._fill, name="tfshard-input", daemon=True)
-        _wait_at_exit()
         _threads.add(thread)
         try:
+            self._is_reading = True
             thread.start()
         except BaseException:  # Ctrl-C may also come once the thread reads.
             self._is_reading = thread.ident is not None and self._is_reading

@@ -26,10 +26,11 @@ def encode(values: tf.Tensor, compression: str) -> tf.Tensor:
         compression: `"bfloat16"` or `"int8"`.
 
     Returns:
-        float32, `(lines, words)`: words of 32 bits, which are no numbers. A word holds two bfloat16 elements or four
-        codes; a block has 256 codes and then its scale. A block with an element that is not finite decodes to NaN.
-        Collectives take no smaller elements, and GPUs keep int32 in the memory of the host. (TensorFlow's bitcast of
-        several elements to one is not used: in a "parted" layout it ends the process.)
+        float32, `(lines, words)`: words of 32 bits, which are no numbers. Only copy them, and never add them. A word
+        holds two bfloat16 elements or four codes; a block has 256 codes and then its scale. A block with an element
+        that is not finite decodes to NaN. Collectives take no smaller elements, and GPUs keep int32 in the memory of
+        the host. (TensorFlow's bitcast of several elements to one is not used: in a "parted" layout it ends the
+        process.)
     """
     lines, elements = values.shape
     if compression == "bfloat16":
