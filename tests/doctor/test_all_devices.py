@@ -194,6 +194,17 @@ def test_hosts_that_a_check_does_not_need_pass_it_over(tmp_path):
     assert [runs._port(launch, hosts) for hosts in (2, 1, 2, 2)] == [7001, 0, 7000, 7001]
 
 
+def test_a_check_does_not_read_the_results_of_an_earlier_run(tmp_path, monkeypatch):
+    """The folder has a fault and stacks of a time limit. The next process dies before it writes anything."""
+    folder = tmp_path / CHECK.name
+    folder.mkdir()
+    assert ended(folder, code=1, stacks=f"Timeout (0:02:00)!\n{STACKS}", faults=["An old fault."]).log.faults
+    monkeypatch.setattr(check_runs, "_MODULE", "no_such_module")
+    found = check_runs.CheckRuns(check_runs.DoctorOptions(folder=tmp_path, num_devices=2)).run(CHECK)
+    assert (found.state, found.stacks, found.log.to_dict()) == (CheckState.FAILED, {}, CheckLog().to_dict())
+    assert "no_such_module" in found.faults[0] and "An old fault." not in found.faults
+
+
 def test_a_signal_ends_all_checks_and_the_report_has_those_before(tmp_path, monkeypatch, capsys):
     def interrupted(runs, check):
         if check is FIRST:
