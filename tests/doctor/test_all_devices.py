@@ -11,7 +11,7 @@ import pytest
 
 import launched
 from tfshard import cli, command_line
-from tfshard.doctor import all_devices, check_list, check_runs, outcome
+from tfshard.doctor import all_devices, check_list, check_runs, failing_steps, outcome
 from tfshard.doctor.check_list import FIRST, PlannedCheck
 from tfshard.doctor.check_log import LOG_FILE, CheckLog
 from tfshard.doctor.check_process import stacks_file
@@ -91,13 +91,31 @@ def test_a_check_that_hangs_says_who_and_where(tmp_path, options, said):
     assert "planted_hang" in found.stacks[1]
 
 
-def test_a_step_that_has_to_end_the_run_is_judged_by_its_error(tmp_path):
-    check = PlannedCheck(name="failing-steps-a", title="a step", function="failing-steps", ends_with="not finite")
-    assert ended(tmp_path, check=check, code=1, output="Error: not finite").state is CheckState.OK
-    assert ended(tmp_path, check=check, code=0).faults == ("The step did not end the run: a step.",)
-    assert ended(tmp_path, check=check, code=1, output="Error: other").faults == (
-        "The run ended with another error than 'not finite': a step.",
-    )
+STEP = PlannedCheck(
+    name="failing-steps-a", title="a step", function="failing-steps", ends_with=("ValueError", "not finite")
+)
+OTHER = "The run ended with another error than ValueError: '... not finite ...': a step."
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "faults"),
+    [
+        (1, "[client 1] ValueError: A step failed.\n[client 1] It is not finite\n", ()),
+        (0, "", ("The step did not end the run: a step.",)),
+        (1, "ValueError: other", (OTHER,)),
+        (1, "TypeError: not finite", (OTHER,)),
+    ],
+    ids=["the error", "no error", "another message", "another type"],
+)
+def test_a_step_that_has_to_end_the_run_is_judged_by_its_error(code, output, faults, tmp_path):
+    found = ended(tmp_path, check=STEP, code=code, output=output)
+    assert (found.faults, found.is_bad) == (faults, bool(faults))
+
+
+def test_a_step_that_the_devices_cannot_run_is_skipped(tmp_path):
+    found = ended(tmp_path, check=STEP, output=f"[client 0] {failing_steps.SKIPPED}a step.\n[client 0] more")
+    assert (found.state, found.is_bad, found.faults) == (CheckState.SKIPPED, False, ())
+    assert found.log.headline == f"{failing_steps.SKIPPED}a step."
 
 
 # --- the report --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 import planted_faults
 import tfshard
+from tfshard.devices import startup
 from tfshard.doctor import (
     axis_bandwidth,
     check_list,
@@ -106,12 +107,46 @@ def test_a_step_that_does_not_fail_or_raises_something_else_is_named(monkeypatch
         "other": ("another error", lambda model, x, y: model.train_on_batch(x, y, no_such_argument=1)),
     }
     monkeypatch.setattr(failing_steps, "STEPS", {
-        name: failing_steps.FailingStep(title=title, words="planted", fail=fail, build=failing_steps._checked)
+        name: failing_steps.FailingStep(
+            title=title, error="TypeError", words="planted", fail=fail, build=failing_steps._checked
+        )
         for name, (title, fail) in steps.items()
     })  # fmt: skip
     first, second = checked(failing_steps.run).faults
     assert first == "A step raised no error: a good step."
     assert second.startswith("A step raised another error, TypeError: ") and second.endswith("(another error)")
+
+
+def test_a_step_after_a_failed_step_that_fails_too_is_named(monkeypatch):
+    def raises(*batch: np.ndarray) -> float:
+        raise ValueError("a planted error")
+
+    def failing(title: str, next_step) -> failing_steps.FailingStep:
+        def fail(model: keras.Model, x: np.ndarray, y: np.ndarray) -> None:
+            model.train_on_batch = next_step
+            raises(x, y)
+
+        return failing_steps.FailingStep(
+            title=title, error="ValueError", words="planted", fail=fail, build=failing_steps._checked
+        )
+
+    steps = {"a": failing("first", raises), "b": failing("second", lambda x, y: np.nan)}
+    monkeypatch.setattr(failing_steps, "STEPS", steps)
+    log = checked(failing_steps.run)
+    assert log.faults == [
+        "The step after the failed step raised ValueError: a planted error (first)",
+        "The step after the failed step has the loss nan (second)",
+    ]
+    assert [row["next step"] for row in log.tables["Failing steps"]] == ["fails", "fails"]
+    assert log.headline.startswith("0 of 2")
+
+
+def test_a_step_that_gpus_compute_without_an_error_is_skipped_there(capsys):
+    request = CheckRequest(function="", folder="", seconds=0.0, case="id")
+    log = CheckLog()
+    failing_steps.run(log, startup.Runtime(device_type="GPU", num_devices=4, num_clients=2), request)
+    assert log.faults == [] and log.notes == [capsys.readouterr().out.strip()]
+    assert log.notes[0].startswith(failing_steps.SKIPPED)
 
 
 def test_ten_steps_fail():
@@ -175,7 +210,7 @@ def test_every_check_has_a_function_and_a_name_of_its_own(devices, is_launched):
     assert checks[0] == check_list.FIRST
     functions = set(check_process.FUNCTIONS)
     assert {each.function for each in checks} == (
-        functions - set(check_list._OF_SEVERAL) if devices == 1 else functions
+        functions - set(check_list._NEEDS_SEVERAL_DEVICES) if devices == 1 else functions
     )
     assert len({each.name for each in checks}) == len(checks)
     for each in checks:
