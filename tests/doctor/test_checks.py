@@ -1,15 +1,17 @@
 """Each check of `tfshard doctor --all-devices` passes here, and names the fault that planted_faults.py plants."""
 
+import contextlib
 import json
 import pathlib
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import planted_faults
 import tfshard
-from tfshard.devices import startup
+from tfshard.devices import messages, startup
 from tfshard.doctor import (
     axis_bandwidth,
     check_list,
@@ -174,6 +176,26 @@ def test_a_device_whose_links_are_all_slow_is_named():
     assert [(each.first, each.second) for each in slow] == [(0, 2), (1, 2)]
     started = tfshard.initialize()
     assert device_pairs._in_common(slow, measured, started) == ["All links between hosts of device 2 are slow."]
+
+
+def test_a_pair_of_gpus_of_one_process_copies_and_other_pairs_send_messages(monkeypatch):
+    """Messages of GPUs use the CPU device of their client: two GPUs of one client would be one device in a group."""
+    used: list[str] = []
+    monkeypatch.setattr(device_pairs, "_copy_there_and_back", lambda *arguments: used.append("copy"))
+    monkeypatch.setattr(device_pairs, "_send_there_and_back", lambda *arguments: used.append("message"))
+    monkeypatch.setattr(device_pairs.tf, "device", lambda name: contextlib.nullcontext())
+    for kind, ends in (("GPU", (True, True)), ("GPU", (True, False)), ("GPU", (False, True)), ("CPU", (True, True))):
+        names = [f"/job:localhost/replica:0/task:0/device:{kind}:{number}" for number in (0, 1)]
+        device_pairs._round_trip(*names, ends)
+    assert used[:: device_pairs._REPEATS + 1] == ["copy", "message", "message", "message"]
+
+
+def test_a_copy_ends_where_it_began():
+    first, second, *_ = messages.devices_of(tfshard.create_mesh(batch=4))
+    with tf.device(first):
+        value = tf.range(8.0)
+    copied = device_pairs._copy_there_and_back(value, first, second)
+    assert copied.device == first and copied.numpy().tolist() == value.numpy().tolist()
 
 
 def test_rings_of_neighbours_are_measured_on_many_devices():
