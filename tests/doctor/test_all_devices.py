@@ -118,6 +118,15 @@ def test_a_step_that_the_devices_cannot_run_is_skipped(tmp_path):
     assert found.log.headline == f"{failing_steps.SKIPPED}a step."
 
 
+def test_a_step_of_a_launched_run_of_one_client_is_judged_by_its_log(tmp_path):
+    """Such a run goes on after the step, as a process that was not launched."""
+    CheckLog(tmp_path / LOG_FILE).fault("The step after the failed step raised an error.")
+    found = outcome.outcome_of(STEP, tmp_path, 0, 1.0, clients=1)
+    assert found.faults == ("The step after the failed step raised an error.",)
+    CheckLog(tmp_path / LOG_FILE).summarize("1 of 1")
+    assert outcome.outcome_of(STEP, tmp_path, 0, 1.0, clients=1).line().endswith("1 of 1")
+
+
 # --- the report --------------------------------------------------------------------------------------
 
 

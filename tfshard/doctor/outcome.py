@@ -100,13 +100,15 @@ def outcome_of(check: PlannedCheck, folder: pathlib.Path, code: int | None, seco
             faults=(*log.faults, *_hung(check, stuck, stacks)),
         )  # fmt: skip
     faults = list(log.faults)
-    if check.ends_with:
+    if check.ends_with and code == 0 and (skipped := _SKIPPED.search(output)):
+        log.summarize(skipped[0])
+        return Outcome(check=check, state=CheckState.SKIPPED, seconds=seconds, log=log)
+    # A launched run of one client goes on after a failed step, and logs the next step.
+    ends_with = check.ends_with if clients > 1 else None
+    if ends_with:
         if code == 0:
-            if skipped := _SKIPPED.search(output):
-                log.summarize(skipped[0])
-                return Outcome(check=check, state=CheckState.SKIPPED, seconds=seconds, log=log)
             faults.append(f"The step did not end the run: {check.title}.")
-        elif not _has_error(output, *check.ends_with):
+        elif not _has_error(output, *ends_with):
             faults.append(f"The run ended with another error than {_error_text(check)}: {check.title}.")
     elif code:
         said = [*_LAUNCHER.findall(output), *output.strip().splitlines()[-1:]]
@@ -115,7 +117,7 @@ def outcome_of(check: PlannedCheck, folder: pathlib.Path, code: int | None, seco
             check=check, state=CheckState.FAILED, seconds=seconds, log=log, faults=tuple(faults), stacks=stacks,
             output=_tail(output),
         )  # fmt: skip
-    if check.ends_with and not faults:
+    if ends_with and not faults:
         log.summarize(f"the run ended within {seconds:.0f} s: {_error_text(check)}")
     state = CheckState.FAULT if faults else CheckState.OK
     return Outcome(
