@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import planted_faults
 import tfshard
-from tfshard.devices import messages, startup
+from tfshard.devices import messages, startup, transfer
 from tfshard.doctor import (
     axis_bandwidth,
     check_list,
@@ -61,11 +61,23 @@ def test_a_slow_link_is_named(monkeypatch):
 
 
 def test_a_wrong_result_of_a_collective_is_named_with_its_device(monkeypatch):
-    assert checked(collective_values.run, TWO_BY_TWO).faults == []
+    assert checked(collective_values.run, TWO_BY_TWO, FOUR).faults == []
     planted_faults.damage_a_result(monkeypatch.setattr)
-    log = checked(collective_values.run, TWO_BY_TWO)
-    assert len(log.faults) == len(log.tables["Values"]) == 2 * len(collective_values.KINDS)
+    log = checked(collective_values.run, TWO_BY_TWO, FOUR)
+    assert len(log.faults) == len(log.tables["Values"]) == 3 * len(collective_values.KINDS) - 2
     assert log.faults[0] == "all-reduce over axis 'batch' of mesh batch=2 model=2 is wrong on device 1."
+
+
+@pytest.mark.parametrize(
+    ("kind", "operation"),
+    [("all-gather in groups", "CollectiveGatherV2"), ("all-to-all in groups", "CollectiveAllToAllV2")],
+)
+def test_collectives_in_groups_run_the_collectives_of_their_names(kind, operation):
+    mesh = tfshard.create_mesh(**FOUR)
+    _, layout_of, run = collective_values.KINDS[kind]
+    traced = tf.function(lambda x: transfer.relayout(run(x, "batch", mesh), layout_of("batch"), mesh), autograph=False)
+    graph = traced.get_concrete_function(tf.TensorSpec((4, 8), tf.float32)).graph
+    assert operation in {each.type for each in graph.get_operations()}
 
 
 def test_wrong_sums_of_gradients_are_named_with_mesh_and_stage(monkeypatch):
