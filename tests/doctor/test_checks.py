@@ -227,6 +227,41 @@ def test_the_environment_lists_versions_devices_and_nccl(monkeypatch):
     assert {"client": 0, "name": "NCCL_DEBUG", "value": "INFO"} in log.tables["NCCL"]
 
 
+@pytest.mark.parametrize(
+    ("second", "faults", "notes"),
+    [
+        ({"version": "2.27.7", "NCCL_SOCKET_IFNAME": "eth0"}, 0, []),
+        ({"version": "2.27.7", "NCCL_SOCKET_IFNAME": "eth1"}, 0, ["NCCL_SOCKET_IFNAME"]),
+        ({"version": "2.27.7"}, 0, ["NCCL_SOCKET_IFNAME"]),
+        ({"version": "2.21.5", "NCCL_SOCKET_IFNAME": "eth0"}, 1, []),
+        ({"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO"}, 1, ["NCCL_DEBUG"]),
+    ],
+)
+def test_different_versions_of_nccl_are_a_fault_and_different_variables_a_note(second, faults, notes):
+    log = CheckLog()
+    environment._compare_nccl(log, [{"version": "2.27.7", "NCCL_SOCKET_IFNAME": "eth0"}, second])
+    assert len(log.faults) == faults
+    assert [note.partition(": ")[2].partition(". See")[0] for note in log.notes] == notes
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "models"),
+    [
+        (2, None, ["A", "B"]),
+        (2, "2,1", ["C", "B"]),
+        (1, "1,0", ["B"]),
+        (1, "GPU-1", ["A or B or C"]),
+        (2, "0,GPU-1", ["A or B or C"] * 2),
+        (2, "0,7", ["A or B or C"] * 2),
+        (1, "MIG-1", ["A or B or C"]),
+    ],
+)
+def test_gpus_have_the_models_that_cuda_visible_devices_names(count, visible, models):
+    found = environment.cards_of(count, "A, 80 MiB\nB, 40 MiB\nC, 20 MiB\n", visible)
+    assert [model for model, _ in found] == models
+    assert environment.cards_of(1, "", visible) == [("GPU", "unknown")]
+
+
 def test_each_small_model_has_samples_for_each_device():
     for build in small_models.MODELS.values():
         model, (x, y) = build(4)
