@@ -151,7 +151,7 @@ class CheckRuns:
 
 
 def _remove_results(folder: pathlib.Path) -> None:
-    """Remove the log and the stacks of an earlier run of the check, whose folder is used again."""
+    """Remove the log and the stacks that an earlier run left in the folder of a check."""
     for path in (folder / LOG_FILE, *folder.glob(stacks_file("*"))):
         path.unlink(missing_ok=True)
 

@@ -79,7 +79,7 @@ KINDS: Mapping[str, _Kind] = {
 
 
 def kinds_of(axis: str, over: dtensor.Mesh) -> list[str]:
-    """Return the kinds that run over an axis. The all-to-all needs a mesh whose only axis is the data axis."""
+    """Return the kinds that run over an axis. The all-to-all needs a mesh with a data axis only."""
     is_flat = list(axis_sizes(over)) == [axis] == [axis_sizes(over).data]
     return [kind for kind in KINDS if is_flat or kind != _ALL_TO_ALL]
 

@@ -1,7 +1,7 @@
 """Check `device-pairs`: the bandwidth of messages between pairs of devices. A slow link stands out.
 
-Between two GPUs of a process, the check measures a copy from one to the other: messages would go through the process's
-host memory at both ends, which is one device.
+Between two GPUs of a process, the check measures a copy from one to the other: a message would have the
+process's host memory, which is one device, at both ends.
 """
 
 import collections
@@ -65,7 +65,7 @@ def pairs_of(devices: int, strides: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def slow_pairs(measured: Sequence[PairBandwidth]) -> dict[PairBandwidth, float]:
-    """Return the slow pairs, with the bandwidth that each is compared with: the upper quartile of its kind.
+    """Return the slow pairs, each with the upper quartile of the bandwidths of its kind.
 
     >>> def pair(first, second, bandwidth):
     ...     return PairBandwidth(first=first, second=second, kind="between hosts", bandwidth=bandwidth)
@@ -138,7 +138,7 @@ def _bandwidths(
 
 
 def _measure(pairs: Sequence[tuple[int, int]], started: startup.Runtime) -> dict[tuple[int, int], float]:
-    """Return the seconds of a message there and back, for each pair. The same on all clients, which all call this."""
+    """Return the seconds of a message there and back, for each pair. All clients call this and get equal results."""
     per_client, here = started.local_devices, clients.here()
     names = messages.devices_of(mesh.create_mesh(**{collectives.AXIS: started.num_devices}))
     found = np.zeros(len(pairs))

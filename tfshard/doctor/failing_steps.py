@@ -42,7 +42,7 @@ class FailingStep:
 
 
 def run(log: CheckLog, started: startup.Runtime, request: CheckRequest) -> None:
-    """Run failing steps, and a normal step after each. In a launched run, run the request's only, which ends the run.
+    """Run failing steps, and a normal step after each. In a run of several clients, the failing step ends the run.
 
     A step that raises nothing or something else, and a normal step that fails afterwards, are faults.
     """
@@ -85,7 +85,7 @@ def _next_step(model: keras.Model, x: np.ndarray, y: np.ndarray) -> str:
 
 
 def _log_step(log: CheckLog, each: FailingStep, error: Exception | None, fault_after: str) -> bool:
-    """Log a failing step, and the next step's fault. Returns True if both steps did what they have to do."""
+    """Log a failing step, and the next step's fault. Returns True if neither has a fault."""
     is_right = error is not None and type(error).__name__ == each.error and each.words in str(error)
     log.row(
         "Failing steps", step=each.title, error="none" if error is None else type(error).__name__,
@@ -199,7 +199,7 @@ def _is_switched(model: keras.Model) -> bool:
 
 
 def _with(values: np.ndarray, value: float) -> np.ndarray:
-    """Return a copy with another last element, which is the last device's."""
+    """Return a copy with another last element, on the last device."""
     changed: np.ndarray = values.copy()
     changed[-1, -1] = value
     return changed
