@@ -1910,9 +1910,9 @@ MUTATIONS = [
     ),
     Mutation(
         area="doctor",
-        function="tfshard.doctor.failing_steps:_log_error",
-        old="if not is_right:",
-        new="if False:",
+        function="tfshard.doctor.failing_steps:_log_step",
+        old="elif not is_right:",
+        new="elif False:",
         what="any error counts as the cause",
         killed_by="tests/doctor/test_checks.py::test_a_step_that_does_not_fail_or_raises_something_else_is_named",
     ),

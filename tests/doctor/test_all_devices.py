@@ -11,7 +11,7 @@ import pytest
 
 import launched
 from tfshard import cli, command_line
-from tfshard.doctor import all_devices, check_list, check_runs, outcome
+from tfshard.doctor import all_devices, check_list, check_runs, failing_steps, outcome
 from tfshard.doctor.check_list import FIRST, PlannedCheck
 from tfshard.doctor.check_log import LOG_FILE, CheckLog
 from tfshard.doctor.check_process import stacks_file
@@ -91,13 +91,40 @@ def test_a_check_that_hangs_says_who_and_where(tmp_path, options, said):
     assert "planted_hang" in found.stacks[1]
 
 
-def test_a_step_that_has_to_end_the_run_is_judged_by_its_error(tmp_path):
-    check = PlannedCheck(name="failing-steps-a", title="a step", function="failing-steps", ends_with="not finite")
-    assert ended(tmp_path, check=check, code=1, output="Error: not finite").state is CheckState.OK
-    assert ended(tmp_path, check=check, code=0).faults == ("The step did not end the run: a step.",)
-    assert ended(tmp_path, check=check, code=1, output="Error: other").faults == (
-        "The run ended with another error than 'not finite': a step.",
-    )
+STEP = PlannedCheck(
+    name="failing-steps-a", title="a step", function="failing-steps", ends_with=("ValueError", "not finite")
+)
+OTHER = "The run ended with another error than ValueError: '... not finite ...': a step."
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "faults"),
+    [
+        (1, "[client 1] ValueError: A step failed.\n[client 1] It is not finite\n", ()),
+        (0, "", ("The step did not end the run: a step.",)),
+        (1, "ValueError: other", (OTHER,)),
+        (1, "TypeError: not finite", (OTHER,)),
+    ],
+    ids=["the error", "no error", "another message", "another type"],
+)
+def test_a_step_that_has_to_end_the_run_is_judged_by_its_error(code, output, faults, tmp_path):
+    found = ended(tmp_path, check=STEP, code=code, output=output)
+    assert (found.faults, found.is_bad) == (faults, bool(faults))
+
+
+def test_a_step_that_the_devices_cannot_run_is_skipped(tmp_path):
+    found = ended(tmp_path, check=STEP, output=f"[client 0] {failing_steps.SKIPPED}a step.\n[client 0] more")
+    assert (found.state, found.is_bad, found.faults) == (CheckState.SKIPPED, False, ())
+    assert found.log.headline == f"{failing_steps.SKIPPED}a step."
+
+
+def test_a_step_of_a_launched_run_of_one_client_is_judged_by_its_log(tmp_path):
+    """Such a run goes on after the step, as a process that was not launched."""
+    CheckLog(tmp_path / LOG_FILE).fault("The step after the failed step raised an error.")
+    found = outcome.outcome_of(STEP, tmp_path, 0, 1.0, clients=1)
+    assert found.faults == ("The step after the failed step raised an error.",)
+    CheckLog(tmp_path / LOG_FILE).summarize("1 of 1")
+    assert outcome.outcome_of(STEP, tmp_path, 0, 1.0, clients=1).line().endswith("1 of 1")
 
 
 # --- the report --------------------------------------------------------------------------------------
@@ -192,6 +219,17 @@ def test_hosts_that_a_check_does_not_need_pass_it_over(tmp_path):
     assert runs.run(on_one_host).state is CheckState.ELSEWHERE
     # Followers never meet the leader of the run before.
     assert [runs._port(launch, hosts) for hosts in (2, 1, 2, 2)] == [7001, 0, 7000, 7001]
+
+
+def test_a_check_does_not_read_the_results_of_an_earlier_run(tmp_path, monkeypatch):
+    """The folder has a fault and stacks of a time limit. The next process dies before it writes anything."""
+    folder = tmp_path / CHECK.name
+    folder.mkdir()
+    assert ended(folder, code=1, stacks=f"Timeout (0:02:00)!\n{STACKS}", faults=["An old fault."]).log.faults
+    monkeypatch.setattr(check_runs, "_MODULE", "no_such_module")
+    found = check_runs.CheckRuns(check_runs.DoctorOptions(folder=tmp_path, num_devices=2)).run(CHECK)
+    assert (found.state, found.stacks, found.log.to_dict()) == (CheckState.FAILED, {}, CheckLog().to_dict())
+    assert "no_such_module" in found.faults[0] and "An old fault." not in found.faults
 
 
 def test_a_signal_ends_all_checks_and_the_report_has_those_before(tmp_path, monkeypatch, capsys):

@@ -3,12 +3,12 @@
 The command's process starts no device. It runs each check in separate processes with a time limit.
 
     all_devices         runs all checks, in order
-    check_list          which checks there are, for a number of devices
+    check_list          the list of checks for a number of devices
     check_runs          the processes of each check
     outcome             the outcome of a check
     written_report      all outcomes, as Markdown and JSON
     check_process       the program of a check's processes
-    check_log           what a check found, written as it comes
+    check_log           the results of a check, written one by one
 
 The checks:
 

@@ -17,7 +17,8 @@ class PlannedCheck:
         devices: The number of devices. None for all.
         meshes: The meshes to check.
         case: The part of the check to run. Empty for all parts.
-        ends_with: Words of the error that has to end the run. Empty if the run has to succeed.
+        ends_with: The type of the error that has to end the run, and words of its message. None if the run has to
+            succeed.
         baseline: The name of the check to compare with, or empty.
         traces_memory: True if the check reads the allocator's events from a trace.
     """
@@ -28,16 +29,16 @@ class PlannedCheck:
     devices: int | None = None
     meshes: tuple[dict[str, int], ...] = ()
     case: str = ""
-    ends_with: str = ""
+    ends_with: tuple[str, str] | None = None
     baseline: str = ""
     traces_memory: bool = False
 
 
-# It also tells how many devices there are.
+# Its log also gives the number of devices.
 FIRST = PlannedCheck(name="environment", title="versions, hosts and devices", function="environment")
 
 # The functions of checks that one device cannot run.
-_OF_SEVERAL = ("rank-order", "collective-values", "device-pairs", "axis-bandwidth", "overlap")
+_NEEDS_SEVERAL_DEVICES = ("rank-order", "collective-values", "device-pairs", "axis-bandwidth", "overlap")
 
 
 def meshes_of(devices: int) -> list[dict[str, int]]:
@@ -124,13 +125,14 @@ def checks_of(devices: int, layout: Sequence[int], *, is_launched: bool) -> list
         PlannedCheck(name="overlap", title="hidden communication", function="overlap"),
     ]
     if devices == 1:
-        found = [each for each in found if each.function not in _OF_SEVERAL]
+        found = [each for each in found if each.function not in _NEEDS_SEVERAL_DEVICES]
     if not is_launched:
         return [*found, PlannedCheck(name="failing-steps", title="steps that fail", function="failing-steps")]
     # A failed step ends a run of several processes.
     return found + [
         PlannedCheck(
-            name=f"failing-steps-{case}", title=step.title, function="failing-steps", case=case, ends_with=step.words,
+            name=f"failing-steps-{case}", title=step.title, function="failing-steps", case=case,
+            ends_with=(step.error, step.words),
         )
         for case, step in failing_steps.STEPS.items()
     ]  # fmt: skip

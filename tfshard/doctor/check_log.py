@@ -1,4 +1,4 @@
-"""CheckLog: the results of one check, written to a file as they come."""
+"""CheckLog: the results of one check. Each result goes to a file at once."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ LOG_FILE = "log.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckRequest:
-    """The request that tells a check's processes what to do.
+    """The request for a check's processes.
 
     Attributes:
         function: The name of the check's function in `check_process.FUNCTIONS`.
@@ -53,7 +53,7 @@ class CheckLog:
     Attributes:
         headline: The main result in a few words, for the summary.
         tables: The rows of each table, by its title.
-        notes: Texts that are no faults.
+        notes: Remarks, which are not faults.
         faults: One text for each fault.
     """
 
@@ -72,7 +72,7 @@ class CheckLog:
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> "CheckLog":
-        """Return the log of a check's folder. It is empty if the check has written nothing."""
+        """Return the log of a check's folder, or an empty log if the check has written none."""
         log, path = cls(), folder / LOG_FILE
         if path.exists():
             values: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -40,7 +40,7 @@ FUNCTIONS: Mapping[str, Callable[[CheckLog, startup.Runtime, CheckRequest], None
 }
 
 
-def stacks_file(client: int) -> str:
+def stacks_file(client: int | str) -> str:
     """Return the name of the file with the stacks of a client, in the check's folder."""
     return f"stacks-{client}.txt"
 

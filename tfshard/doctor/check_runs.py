@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from tfshard.command_line import DEFAULT_PORT
 from tfshard.doctor.check_list import PlannedCheck, processes_of
-from tfshard.doctor.check_log import CheckRequest
+from tfshard.doctor.check_log import LOG_FILE, CheckRequest
+from tfshard.doctor.check_process import stacks_file
 from tfshard.doctor.outcome import OUTPUT_FILE, CheckState, Outcome, outcome_of
 from tfshard.errors import LaunchError
 from tfshard.launch import launcher
@@ -61,6 +62,7 @@ class CheckRuns:
         """
         folder = self._options.folder / check.name
         folder.mkdir(parents=True, exist_ok=True)
+        _remove_results(folder)
         launch = self._options.launch
         request = CheckRequest(
             function=check.function,
@@ -146,6 +148,12 @@ class CheckRuns:
             return 0
         self._between_hosts += 1
         return (launch.port or DEFAULT_PORT) + self._between_hosts % 2
+
+
+def _remove_results(folder: pathlib.Path) -> None:
+    """Remove the log and the stacks that an earlier run left in the folder of a check."""
+    for path in (folder / LOG_FILE, *folder.glob(stacks_file("*"))):
+        path.unlink(missing_ok=True)
 
 
 # On CPU, oneDNN's allocator reports what a step allocates. TensorFlow uses it by itself only on newer processors.

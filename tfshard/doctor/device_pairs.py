@@ -1,4 +1,8 @@
-"""Check `device-pairs`: the bandwidth of messages between pairs of devices. A slow link stands out."""
+"""Check `device-pairs`: the bandwidth of messages between pairs of devices. A slow link stands out.
+
+Between two GPUs of a process, the check measures a copy from one to the other: a message would have the
+process's host memory, which is one device, at both ends.
+"""
 
 import collections
 import dataclasses
@@ -61,7 +65,7 @@ def pairs_of(devices: int, strides: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def slow_pairs(measured: Sequence[PairBandwidth]) -> dict[PairBandwidth, float]:
-    """Return the slow pairs, with the bandwidth that each is compared with: the upper quartile of its kind.
+    """Return the slow pairs, each with the upper quartile of the bandwidths of its kind.
 
     >>> def pair(first, second, bandwidth):
     ...     return PairBandwidth(first=first, second=second, kind="between hosts", bandwidth=bandwidth)
@@ -134,7 +138,7 @@ def _bandwidths(
 
 
 def _measure(pairs: Sequence[tuple[int, int]], started: startup.Runtime) -> dict[tuple[int, int], float]:
-    """Return the seconds of a message there and back, for each pair. The same on all clients, which all call this."""
+    """Return the seconds of a message there and back, for each pair. All clients call this and get equal results."""
     per_client, here = started.local_devices, clients.here()
     names = messages.devices_of(mesh.create_mesh(**{collectives.AXIS: started.num_devices}))
     found = np.zeros(len(pairs))
@@ -150,7 +154,7 @@ def _measure(pairs: Sequence[tuple[int, int]], started: startup.Runtime) -> dict
 
 
 def _round_trip(first: str, second: str, ends: tuple[bool, bool]) -> float:
-    """Send a message from a device to another and back. Returns the seconds of the fastest of some runs.
+    """Send a message from a device to another and back, or copy. Returns the seconds of the fastest of some runs.
 
     Args:
         first: The name of the first device.
@@ -160,16 +164,42 @@ def _round_trip(first: str, second: str, ends: tuple[bool, bool]) -> float:
     shape, seconds = (_BYTES // 4,), []
     with tf.device(first if ends[0] else second):
         value = tf.zeros(shape)
+    is_copied = all(ends) and _is_gpu(first) and _is_gpu(second)
     for _ in range(_REPEATS + 1):
         _private.wait_for_devices()
         begin = time.perf_counter()
-        if ends[0]:
-            messages.send(value, first, second)
-        if ends[1]:
-            messages.send(messages.received(shape, tf.float32, first, second), second, first)
-        if ends[0]:
-            messages.received(shape, tf.float32, second, first)
-        messages.wait_until_sent()
+        if is_copied:
+            _copy_there_and_back(value, first, second)
+        else:
+            _send_there_and_back(value, first, second, ends)
         _private.wait_for_devices()
         seconds.append(time.perf_counter() - begin)
     return min(seconds[1:])
+
+
+def _is_gpu(device: str) -> bool:
+    return bool(tf.DeviceSpec.from_string(device).device_type == "GPU")
+
+
+def _send_there_and_back(value: tf.Tensor, first: str, second: str, ends: tuple[bool, bool]) -> None:
+    if ends[0]:
+        messages.send(value, first, second)
+    if ends[1]:
+        messages.send(messages.received(value.shape, value.dtype, first, second), second, first)
+    if ends[0]:
+        _wait_for(messages.received(value.shape, value.dtype, second, first))
+    messages.wait_until_sent()
+
+
+def _copy_there_and_back(value: tf.Tensor, first: str, second: str) -> tf.Tensor:
+    """Copy a tensor of the first device to the second and back. Returns when the last copy has arrived."""
+    for device in (second, first):
+        with tf.device(device):
+            value = tf.identity(value)
+    _wait_for(value)
+    return value
+
+
+def _wait_for(value: tf.Tensor) -> None:
+    """Wait until a tensor is on its device. Copies to GPUs run behind Python: the host reads one element."""
+    value[-1].numpy()

@@ -4,29 +4,30 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tfshard import __version__, collectives, tables
+from tfshard import __version__, _private, collectives, tables
 from tfshard.devices import clients, gpus, startup
 from tfshard.doctor.check_log import CheckLog, CheckRequest
 
 _PACKAGES = ("tensorflow", "keras", "keras-hub", "numpy")
 _NOT_INSTALLED = "not installed"
+# The name of NCCL's version, beside the names of its environment variables.
+_NCCL_VERSION = "version"
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, tfshard and the packages that tfshard uses."""
-    found = {name: package_version(name) for name in _PACKAGES}
+    found = {name: _version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), "tfshard": __version__, **found}
 
 
-def package_version(name: str) -> str:
-    """Return the version of an installed package, or `"not installed"`."""
+def _version(name: str) -> str:
     try:
-        return importlib.metadata.version(name)
+        return _private.package_version(name)
     except importlib.metadata.PackageNotFoundError:
         return _NOT_INSTALLED
 
@@ -34,11 +35,11 @@ def package_version(name: str) -> str:
 def nccl() -> dict[str, str]:
     """Return NCCL's version, if NCCL is installed, and NCCL's environment variables, if any are set."""
     version = gpus.nccl_version()
-    return ({} if version is None else {"version": version}) | gpus.nccl_variables()
+    return ({} if version is None else {_NCCL_VERSION: version}) | gpus.nccl_variables()
 
 
 def run(log: CheckLog, started: startup.Runtime, request: CheckRequest) -> None:
-    """Log versions, NCCL, hosts and devices of all clients. A difference of NCCL's is a fault."""
+    """Log versions, NCCL, hosts and devices of all clients. Different versions of NCCL are a fault."""
     del request
     found = [json.loads(text) for text in texts_of_all(json.dumps(_facts(started)))]
     for name, version in found[0]["versions"].items():
@@ -52,14 +53,24 @@ def run(log: CheckLog, started: startup.Runtime, request: CheckRequest) -> None:
             log.row(
                 "Devices", device=client * started.local_devices + number, client=client, host=host["host"], **device
             )
-    if any(facts["nccl"] != found[0]["nccl"] for facts in found):
-        log.fault("Clients have different versions or environment variables of NCCL: see the table NCCL.")
+    _compare_nccl(log, [facts["nccl"] for facts in found])
     if text := found[0]["links"]:
         log.note(f"nvidia-smi topo -m of client 0:\n{text}")
     hosts = len({facts["host"]["host"] for facts in found})
     log.summarize(
         f"{started.device_type} devices: {started.num_devices}, processes: {started.num_clients}, hosts: {hosts}"
     )
+
+
+def _compare_nccl(log: CheckLog, of_clients: Sequence[Mapping[str, str]]) -> None:
+    """Log differences of NCCL between clients. Variables may differ, such as the names of network interfaces."""
+    names = sorted({name for each in of_clients for name in each})
+    different = [name for name in names if len({each.get(name) for each in of_clients}) > 1]
+    if _NCCL_VERSION in different:
+        log.fault("Clients have different versions of NCCL: see the table NCCL.")
+        different.remove(_NCCL_VERSION)
+    if different:
+        log.note(f"Environment variables that differ between clients: {', '.join(different)}. See the table NCCL.")
 
 
 def _facts(started: startup.Runtime) -> dict[str, object]:
@@ -84,12 +95,35 @@ def _devices(started: startup.Runtime) -> list[dict[str, str]]:
     if started.device_type != "GPU":
         return [{"name": name, "model": started.device_type, "memory": "the host's"} for name in names]
     # Not run: needs GPUs.
-    query = gpus.smi("--query-gpu=pci.bus_id,name,memory.total", "--format=csv,noheader") or ""
-    rows = [line.split(", ") for line in query.splitlines()] or [["", "GPU", "unknown"]]
+    query = gpus.smi("--query-gpu=name,memory.total", "--format=csv,noheader") or ""
+    cards = cards_of(len(names), query, os.environ.get(gpus.VISIBLE))
     return [
-        {"name": name, "model": rows[i % len(rows)][1], "memory": rows[i % len(rows)][-1]}
-        for i, name in enumerate(names)
+        {"name": name, "model": model, "memory": memory} for name, (model, memory) in zip(names, cards, strict=True)
     ]
+
+
+def cards_of(count: int, query: str, visible: str | None) -> list[tuple[str, str]]:
+    """Return the model and the memory of each GPU of this process.
+
+    If CUDA_VISIBLE_DEVICES does not name enough GPUs by their numbers, each GPU has all models of the machine.
+
+    Args:
+        count: The number of GPUs.
+        query: nvidia-smi's lines with the model and the memory of all GPUs of the machine.
+        visible: The value of CUDA_VISIBLE_DEVICES, or None if it is not set.
+
+    >>> cards_of(2, "H200, 141 GiB\\nH200, 141 GiB\\nA2, 15 GiB", "2,0")
+    [('A2', '15 GiB'), ('H200', '141 GiB')]
+    >>> cards_of(1, "H200, 141 GiB\\nA2, 15 GiB", "GPU-5ebe9f43")
+    [('H200 or A2', '141 GiB or 15 GiB')]
+    """
+    cards = [line.rpartition(", ") for line in query.splitlines() if line]
+    names = gpus.visible(visible) if visible is not None else [str(number) for number in range(len(cards))]
+    numbers = [int(name) for name in names if name.isdigit() and int(name) < len(cards)]
+    if len(numbers) == len(names) >= count:
+        return [(cards[number][0], cards[number][2]) for number in numbers[:count]]
+    models, memories = ({card[at]: None for card in cards} for at in (0, 2))
+    return [(" or ".join(models) or "GPU", " or ".join(memories) or "unknown")] * count
 
 
 def texts_of_all(text: str) -> list[str]:

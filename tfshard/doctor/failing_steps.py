@@ -1,6 +1,7 @@
 """Check `failing-steps`: a step that fails raises its cause, and the next step works."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from tfshard.doctor.check_log import CheckLog, CheckRequest
 _SAMPLES, _FEATURES, _TARGETS, _IDS = 4, 6, 2, 10
 # A gradient times this number overflows in float32, if the targets are as large as `_HUGE`.
 _LARGE, _HUGE = 1e30, 1e20
+# The beginning of the line that each client prints for a step that it does not run.
+SKIPPED = "Not on GPUs, which raise no error: "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,13 +26,15 @@ class FailingStep:
 
     Attributes:
         title: Its cause.
-        words: Words of the error's message.
+        error: The name of the error's type.
+        words: Words of the error's message, in one line.
         fail: Runs the step, with a model and a good batch.
         build: Builds the model.
         on_gpu: False if GPUs compute the step without an error.
     """
 
     title: str
+    error: str
     words: str
     fail: Callable[[keras.Model, np.ndarray, np.ndarray], object]
     build: Callable[[], keras.Model]
@@ -37,38 +42,66 @@ class FailingStep:
 
 
 def run(log: CheckLog, started: startup.Runtime, request: CheckRequest) -> None:
-    """Run failing steps, and a normal step after each. In a launched run, run the request's only, which ends the run.
+    """Run failing steps, and a normal step after each. In a run of several clients, the failing step ends the run.
 
     A step that raises nothing or something else, and a normal step that fails afterwards, are faults.
     """
     chosen = {request.case: STEPS[request.case]} if request.case else STEPS
-    raised = 0
+    tried = worked = 0
     for each in chosen.values():
         if started.device_type == "GPU" and not each.on_gpu:
-            log.note(f"Not on GPUs, which raise no error: {each.title}.")
+            log.note(f"{SKIPPED}{each.title}.")
+            # The launcher of each host reads the output. Only host 0 has a log.
+            print(f"{SKIPPED}{each.title}.", flush=True)
             continue
+        tried += 1
         model, x, y = _compiled(each, started.num_devices)
-        try:
-            each.fail(model, x, y)
-        except Exception as error:  # noqa: BLE001 - Any error is a result.
-            if started.num_clients > 1:
-                raise
-            raised += _log_error(log, each, error)
-        else:
+        error = _error_of(functools.partial(each.fail, model, x, y))
+        if started.num_clients > 1:
+            if error is not None:
+                raise error
             log.fault(f"A step raised no error: {each.title}.")
-        loss = float(np.ravel(model.train_on_batch(x, y))[0])
-        if not np.isfinite(loss):
-            log.fault(f"The loss of the step after the failed step is {loss}: {each.title}.")
-    log.summarize(f"{raised} of {len(chosen)} raised their cause, and the next step worked")
+            continue
+        worked += _log_step(log, each, error, _next_step(model, x, y))
+    log.summarize(f"{worked} of {tried} raised their cause, and the next step worked")
 
 
-def _log_error(log: CheckLog, each: FailingStep, error: Exception) -> bool:
-    text = str(error)
-    is_right = each.words in text
-    log.row("Failing steps", step=each.title, error=type(error).__name__, **{"next step": "trains"})
-    if not is_right:
-        log.fault(f"A step raised another error, {type(error).__name__}: {text[:300]} ({each.title})")
-    return is_right
+def _error_of(step: Callable[[], object]) -> Exception | None:
+    """Run a step. Returns the error that the step raises."""
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - Any error is a result.
+        return error
+    return None
+
+
+def _next_step(model: keras.Model, x: np.ndarray, y: np.ndarray) -> str:
+    """Run a normal step. Returns the fault of the step, or an empty text."""
+    losses: list[float] = []
+    error = _error_of(lambda: losses.append(float(np.ravel(model.train_on_batch(x, y))[0])))
+    if error is not None:
+        return f"raised {_text(error)}"
+    return "" if np.isfinite(losses[0]) else f"has the loss {losses[0]}"
+
+
+def _log_step(log: CheckLog, each: FailingStep, error: Exception | None, fault_after: str) -> bool:
+    """Log a failing step, and the next step's fault. Returns True if neither has a fault."""
+    is_right = error is not None and type(error).__name__ == each.error and each.words in str(error)
+    log.row(
+        "Failing steps", step=each.title, error="none" if error is None else type(error).__name__,
+        **{"next step": "fails" if fault_after else "trains"},
+    )  # fmt: skip
+    if error is None:
+        log.fault(f"A step raised no error: {each.title}.")
+    elif not is_right:
+        log.fault(f"A step raised another error, {_text(error)} ({each.title})")
+    if fault_after:
+        log.fault(f"The step after the failed step {fault_after} ({each.title})")
+    return is_right and not fault_after
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def _compiled(each: FailingStep, devices: int) -> tuple[keras.Model, np.ndarray, np.ndarray]:
@@ -166,7 +199,7 @@ def _is_switched(model: keras.Model) -> bool:
 
 
 def _with(values: np.ndarray, value: float) -> np.ndarray:
-    """Return a copy with another last element, which is the last device's."""
+    """Return a copy with another last element, on the last device."""
     changed: np.ndarray = values.copy()
     changed[-1, -1] = value
     return changed
@@ -191,24 +224,28 @@ def _failing_pipeline(model: keras.Model, x: np.ndarray, y: np.ndarray) -> None:
 STEPS: Mapping[str, FailingStep] = {
     "nan-input": FailingStep(
         title="an input that is not a number",
+        error="InvalidArgumentError",
         words="an input is not finite",
         fail=lambda model, x, y: model.train_on_batch(_with(x, np.nan), y),
         build=_checked,
     ),
     "nan-target": FailingStep(
         title="a target that is not a number",
+        error="InvalidArgumentError",
         words="a target is not finite",
         fail=lambda model, x, y: model.train_on_batch(x, _with(y, np.nan)),
         build=_embedding,
     ),
     "gradient": FailingStep(
         title="a gradient that is not finite",
+        error="InvalidArgumentError",
         words="a gradient is not finite",
         fail=lambda model, x, y: model.train_on_batch(x, _with(y, _HUGE)),
         build=_checked,
     ),
     "id": FailingStep(
         title="an id that the embedding does not have",
+        error="InvalidArgumentError",
         words="is not in [0, ",
         fail=lambda model, x, y: model.train_on_batch(_with(x, _IDS + 67), y),
         build=_embedding,
@@ -216,36 +253,42 @@ STEPS: Mapping[str, FailingStep] = {
     ),
     "width": FailingStep(
         title="inputs with too many features",
-        words="expected",
+        error="ValueError",
+        words="is incompatible with the layer",
         fail=lambda model, x, y: model.train_on_batch(np.concatenate([x, x], 1), y),
         build=_checked,
     ),
     "targets": FailingStep(
         title="targets of another width than the outputs",
-        words="shape",
+        error="ValueError",
+        words="Dimensions must be equal",
         fail=lambda model, x, y: model.train_on_batch(x, np.concatenate([y, y, y], 1)),
         build=_checked,
     ),
     "strings": FailingStep(
         title="inputs that are strings",
-        words="string",
+        error="UnimplementedError",
+        words="Cast string to float is not supported",
         fail=lambda model, x, y: model.train_on_batch(x.astype(str), y),
         build=_checked,
     ),
     "layer": FailingStep(
         title="a layer that raises while it is traced",
+        error="RuntimeError",
         words="a layer raised this error",
         fail=_while_broken,
         build=_switched(_Raising),
     ),
     "operation": FailingStep(
         title="an operation that no mesh computes",
-        words="tf.print",
+        error="UnsupportedOperationError",
+        words="cannot have tf.print",
         fail=_while_broken,
         build=_switched(_Printing),
     ),
     "data": FailingStep(
         title="data that fail in the input pipeline",
+        error="InvalidArgumentError",
         words="the data are not finite",
         fail=_failing_pipeline,
         build=_checked,

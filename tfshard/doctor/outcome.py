@@ -6,6 +6,7 @@ import pathlib
 import re
 from typing import Any
 
+from tfshard.doctor import failing_steps
 from tfshard.doctor.check_list import PlannedCheck
 from tfshard.doctor.check_log import CheckLog
 from tfshard.doctor.check_process import stacks_file
@@ -14,9 +15,10 @@ OUTPUT_FILE = "output.txt"
 _TAIL_LINES = 40
 # The beginning of what faulthandler writes at the time limit.
 _AT_LIMIT = "Timeout ("
-# Words of the launcher and of clients about a client that hangs.
+# Messages that report a hanging client.
 _STUCK = re.compile(r"^(?:tfshard launch: |.*ClientError: )(.*(?:: stuck|is stuck|did not come).*)$", re.MULTILINE)
 _LAUNCHER = re.compile(r"^tfshard launch: (.*)$", re.MULTILINE)
+_SKIPPED = re.compile(rf"{re.escape(failing_steps.SKIPPED)}.*")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
@@ -28,6 +30,7 @@ class CheckState(enum.Enum):
     FAILED = "FAILED"  # Its processes failed.
     HUNG = "HUNG"
     ELSEWHERE = "on other hosts"
+    SKIPPED = "skipped"  # These devices cannot run it.
     INTERRUPTED = "interrupted"
 
 
@@ -56,7 +59,7 @@ class Outcome:
     @property
     def is_bad(self) -> bool:
         """True if something is wrong, or the check did not end."""
-        return self.state not in (CheckState.OK, CheckState.ELSEWHERE)
+        return self.state not in (CheckState.OK, CheckState.ELSEWHERE, CheckState.SKIPPED)
 
     def line(self) -> str:
         """Return the outcome as one line."""
@@ -97,11 +100,16 @@ def outcome_of(check: PlannedCheck, folder: pathlib.Path, code: int | None, seco
             faults=(*log.faults, *_hung(check, stuck, stacks)),
         )  # fmt: skip
     faults = list(log.faults)
-    if check.ends_with:
+    if check.ends_with and code == 0 and (skipped := _SKIPPED.search(output)):
+        log.summarize(skipped[0])
+        return Outcome(check=check, state=CheckState.SKIPPED, seconds=seconds, log=log)
+    # A launched run of one client goes on after a failed step, and logs the next step.
+    ends_with = check.ends_with if clients > 1 else None
+    if ends_with:
         if code == 0:
             faults.append(f"The step did not end the run: {check.title}.")
-        elif check.ends_with not in output:
-            faults.append(f"The run ended with another error than '{check.ends_with}': {check.title}.")
+        elif not _has_error(output, *ends_with):
+            faults.append(f"The run ended with another error than {_error_text(check)}: {check.title}.")
     elif code:
         said = [*_LAUNCHER.findall(output), *output.strip().splitlines()[-1:]]
         faults.append(f"The check ended with exit code {code}. {said[0] if said else ''}".strip())
@@ -109,12 +117,21 @@ def outcome_of(check: PlannedCheck, folder: pathlib.Path, code: int | None, seco
             check=check, state=CheckState.FAILED, seconds=seconds, log=log, faults=tuple(faults), stacks=stacks,
             output=_tail(output),
         )  # fmt: skip
-    if check.ends_with and not faults:
-        log.summarize(f"the run ended within {seconds:.0f} s: {check.ends_with}")
+    if ends_with and not faults:
+        log.summarize(f"the run ended within {seconds:.0f} s: {_error_text(check)}")
     state = CheckState.FAULT if faults else CheckState.OK
     return Outcome(
         check=check, state=state, seconds=seconds, log=log, faults=tuple(faults), output=_tail(output) if faults else ""
     )
+
+
+def _has_error(output: str, error: str, words: str) -> bool:
+    """Return whether the output has an error of this type with these words in its message."""
+    return bool(re.search(rf"\b{re.escape(error)}: .*{re.escape(words)}", output, re.DOTALL))
+
+
+def _error_text(check: PlannedCheck) -> str:
+    return "{}: '... {} ...'".format(*check.ends_with or ("", ""))
 
 
 def _hung(check: PlannedCheck, stuck: list[str], stacks: dict[int, str]) -> list[str]:

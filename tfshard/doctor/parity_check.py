@@ -34,7 +34,7 @@ def run(log: CheckLog, started: startup.Runtime, request: CheckRequest) -> None:
 
 
 def parity(axes: Mapping[str, int] | None = None, zero_stage: int = 3) -> float:
-    """Train a tiny model on one device with plain Keras, and sharded.
+    """Train a tiny model with plain Keras on one device, and sharded on a mesh.
 
     Args:
         axes: The mesh. By default, all devices are on the axis `batch`.

@@ -38,7 +38,7 @@ def run(log: CheckLog, started: startup.Runtime, request: CheckRequest) -> None:
 def _samples_per_second(folder: str | None) -> dict[str, float]:
     """Return the samples per second of each model in the baseline, which ran on one device."""
     rows = CheckLog.read(pathlib.Path(folder)).tables.get(_TABLE, ()) if folder else ()
-    return {str(row["model"]): float(row["samples/s"] or 0) / int(row["devices"] or 1) for row in rows}
+    return {str(row["model"]): float(row["samples/s"] or 0) for row in rows}
 
 
 def _step_seconds(name: str, devices: int) -> float:

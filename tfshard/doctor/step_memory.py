@@ -15,7 +15,7 @@ _STAGES, _TRIES = (0, 3), 3
 
 
 def run(log: CheckLog, started: startup.Runtime, request: CheckRequest) -> None:
-    """Measure the peak at some ZeRO stages. A peak above the plan's and its margin is a fault."""
+    """Measure the peak at some ZeRO stages. A peak above the plan's peak and its margin is a fault."""
     del request
     texts = []
     for stage in _STAGES:
