@@ -205,13 +205,13 @@ def test_an_eager_step_trains_with_the_numbers_of_one_device_with_dropout_of_equ
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
-def test_dtensor_by_itself_gives_wrong_numbers_for_a_slice_before_a_sharded_dim():
-    """The reason for the rewrite rules for slices. If this test fails, TensorFlow has fixed it."""
+def test_dtensor_by_itself_slices_before_a_sharded_dim_without_its_all_to_all():
+    """DTensor takes the axis for another dim's, and moves it. Its all-to-all, which is off, gave wrong numbers."""
     mesh = strategy().mesh
     sharded = transfer.host_to_mesh(value(), ("batch", None, "model", None), mesh)
     sliced = tf.function(lambda t: t[:, 1])(sharded)
     assert tuple(sliced.shape) == (4, 6, 4)
-    assert not np.array_equal(transfer.to_host(sliced), value()[:, 1])
+    np.testing.assert_array_equal(transfer.to_host(sliced), value()[:, 1])
 
 
 def test_a_random_crop_is_a_crop_and_another_one_each_time():

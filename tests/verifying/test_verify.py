@@ -305,23 +305,23 @@ def test_1_a_stale_read(monkeypatch):
     )
 
 
-class Slicing(keras.layers.Layer):
+class Joining(keras.layers.Layer):
     def call(self, x):
         if steps.current() is not None:
-            x = transfer.relayout(x, ("batch", None, "model", None), MESHES[0])
-        return x[:, 1]
+            x = transfer.relayout(x, ("batch", "model"), MESHES[0])
+        return tf.concat([x, -x], axis=1)
 
 
 MESHES: list = []
 
 
-def test_2_a_wrong_slice(monkeypatch):
-    between = keras.layers.Reshape((2, 2, 2)), Slicing(name="slicing"), keras.layers.Flatten()
-    model = compiled(sequential(*between), mesh={"batch": 2, "model": 2}, layout_map={".*": ()}, **CHEAP)
+def test_2_a_wrong_concatenation(monkeypatch):
+    """Devices concatenate their shards of the concatenated dim, as in plain DTensor."""
+    model = compiled(sequential(Joining(name="joining")), mesh={"batch": 2, "model": 2}, layout_map={".*": ()}, **CHEAP)
     MESHES[:] = [_private.distribute_strategy(model).mesh]
     check_healthy(model, (X, Y))
-    without_rules(monkeypatch, "StridedSlice")
-    check_found(model, (X, Y), "layer", "slicing", "(StridedSlice)", "return x[:, 1]", "computed from the same inputs")
+    without_rules(monkeypatch, "ConcatV2")
+    check_found(model, (X, Y), "layer", "joining", "(ConcatV2)", "tf.concat([x, -x]", "computed from the same inputs")
 
 
 class Scattering(keras.layers.Layer):

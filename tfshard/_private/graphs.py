@@ -10,12 +10,10 @@ from typing import Any, TypeAlias
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.function.capture import capture_container as _capture_container
 from tensorflow.dtensor.python import api as _dtensor_api
 from tensorflow.python.eager import record as _record
 from tensorflow.python.eager import tape as _tape
 from tensorflow.python.framework import auto_control_deps as _auto_control_deps
-from tensorflow.python.framework import dtypes as _dtypes
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.ops import cond_v2 as _cond_v2
 from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
@@ -260,9 +258,9 @@ def _with_known_elements(tensor: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
 def constants_brought(bring: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
     """Replace each eager tensor that the current `FuncGraph` captures by `bring(tensor)` (`FuncGraph.capture`).
 
-    Calls `bring` once for each tensor. Variable handles, DTensors and small tensors are captured unchanged: a graph
-    captures a small tensor as a constant (`capture_container._EAGER_CONST_THRESHOLD`), and reads its value for that,
-    which a tensor on a mesh without local devices does not have.
+    Calls `bring` once for each tensor. Variable handles and DTensors are captured unchanged. A graph also makes a
+    constant of a small tensor (`EagerTensor._capture_as_const`). It takes the value from the given tensor: on a mesh
+    without local devices, the brought one has none.
     """
     graph = tf.compat.v1.get_default_graph()
     capture = graph.capture
@@ -274,8 +272,11 @@ def constants_brought(bring: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]
         if is_constant:
             if id(tensor) not in brought:
                 with tf.init_scope():
-                    stays = _dtensor_api.is_dtensor(tensor) or _is_constant_in_graphs(tensor)
-                    brought[id(tensor)] = tensor, tensor if stays else bring(tensor)
+                    brought[id(tensor)] = tensor, tensor
+                    if not _dtensor_api.is_dtensor(tensor):
+                        made = bring(tensor)
+                        made._capture_as_const = tensor._capture_as_const
+                        brought[id(tensor)] = tensor, made
             tensor = brought[id(tensor)][1]
         return capture(tensor, *args, **kwargs)
 
@@ -284,12 +285,6 @@ def constants_brought(bring: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]
         yield
     finally:
         del graph.capture
-
-
-def _is_constant_in_graphs(tensor: tf.Tensor) -> bool:
-    """Return whether a graph captures an eager tensor as a constant."""
-    is_small = tensor.shape.num_elements() <= _capture_container._EAGER_CONST_THRESHOLD
-    return is_small and tensor.dtype in _dtypes.TF_VALUE_DTYPES
 
 
 @contextlib.contextmanager

@@ -140,18 +140,16 @@ NAMES = (
     }),
     # graphs
     *_all("tensorflow", "2.19", {
-        "core.function.capture.capture_container": "_EAGER_CONST_THRESHOLD",
         "dtensor.python.api": "is_dtensor",
         "python.eager.polymorphic_function.concrete_function": "ConcreteFunction.set_external_captures",
         "python.eager.polymorphic_function.polymorphic_function": "Function.__call__.args Function.__call__.kwds",
         "python.eager.record": "could_possibly_record record_operation should_record_backprop stop_recording",
         "python.eager.tape": "variable_accessed",
         "python.framework.auto_control_deps": "ASYNC_STATEFUL_OPS",
-        "python.framework.dtypes": "TF_VALUE_DTYPES",
         "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.inputs FuncGraph.outer_graph",
         "python.framework.ops": (
-            "Graph._add_function_recursive Graph._create_op_internal Graph._get_function Operation._clear_attr "
-            "Operation._set_attr Operation._update_input"
+            "_EagerTensorBase._capture_as_const Graph._add_function_recursive Graph._create_op_internal "
+            "Graph._get_function Operation._clear_attr Operation._set_attr Operation._update_input"
         ),
         "python.ops.cond_v2": "cond_v2 indexed_case",
         "python.ops.while_v2": "_build_while_op",

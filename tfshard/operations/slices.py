@@ -17,8 +17,8 @@ class _FullSlice:
     """The arguments of a StridedSlice with an entry for each dim of the tensor, and the new axes of the result.
 
     DTensor's expansion matches entries and dims by their numbers. If a slice removes a dim and has an ellipsis, a new
-    axis, or fewer entries than dims, the layout of later dims is wrong. The numbers are wrong, without an error, if one
-    of these dims is sharded (tests/operations/test_rewrites.py).
+    axis, or fewer entries than dims, it takes the axes of later dims for those of other dims, and moves them: devices
+    gather and slice. With DTensor's all-to-all, which `startup` turns off, the numbers were wrong.
 
     Attributes:
         arguments: The arguments of `tf.raw_ops.StridedSlice`, without the tensor.
