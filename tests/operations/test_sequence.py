@@ -82,3 +82,19 @@ def test_merging_the_sequence_between_blocks_is_an_error_that_names_the_operatio
         tfshard.errors.LayoutError, match=r"reshapes \(2, 8, 16\) to \(16, 16\), which merges the sequence"
     ):
         model.compile("sgd", "mse", strategy=strategy("model4", 0))
+
+
+def test_recomputed_blocks_with_a_sequence_in_shards_match_one_device():
+    def build():
+        keras.utils.set_random_seed(0)
+        return families.BUILDERS["gpt2"]()
+
+    chosen = strategy("batch2_model2", 3)
+    model = tfshard.as_distributed(build())
+    assert chosen.recompute(model, ".*transformer_layer.*"), "premise"
+    model.compile(families.optimizer(), families.LOSS, strategy=chosen)
+    plain = build()
+    plain.compile(families.optimizer(), families.LOSS, jit_compile=False)
+    ((x, y),) = families.batches("gpt2")
+    for _ in range(2):
+        np.testing.assert_allclose(model.train_on_batch(x, y), plain.train_on_batch(x, y), rtol=1e-5)

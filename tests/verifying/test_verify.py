@@ -14,7 +14,7 @@ from tfshard import _private, cli
 from tfshard.devices import batching, transfer
 from tfshard.operations import draws, registry
 from tfshard.storage import gradient as gradients
-from tfshard.storage import group_update, steps
+from tfshard.storage import group_update
 from tfshard.storage.write_log import WriteLog
 from tfshard.verifying import operation_check, subject
 
@@ -303,25 +303,6 @@ def test_1_a_stale_read(monkeypatch):
         "(ReadVariableOp)",
         "reads variable 'loss/total' as it was before it was written",
     )
-
-
-class Joining(keras.layers.Layer):
-    def call(self, x):
-        if steps.current() is not None:
-            x = transfer.relayout(x, ("batch", "model"), MESHES[0])
-        return tf.concat([x, -x], axis=1)
-
-
-MESHES: list = []
-
-
-def test_2_a_wrong_concatenation(monkeypatch):
-    """Devices concatenate their shards of the concatenated dim, as in plain DTensor."""
-    model = compiled(sequential(Joining(name="joining")), mesh={"batch": 2, "model": 2}, layout_map={".*": ()}, **CHEAP)
-    MESHES[:] = [_private.distribute_strategy(model).mesh]
-    check_healthy(model, (X, Y))
-    without_rules(monkeypatch, "ConcatV2")
-    check_found(model, (X, Y), "layer", "joining", "(ConcatV2)", "tf.concat([x, -x]", "computed from the same inputs")
 
 
 class Scattering(keras.layers.Layer):

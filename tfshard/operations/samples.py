@@ -25,6 +25,8 @@ def are_in(tensor: tf.Tensor, dim: int) -> bool:
 
     Followed back, the dim is the first dim of an input of the step, or a dim that tfshard has pinned as samples.
     """
+    if isinstance(tensor, tf.__internal__.EagerTensor):
+        return False  # A constant from outside of the step.
     found, others = _found.setdefault(tensor.graph, set()), _others.setdefault(tensor.graph, set())
     seen: set[tuple[str, int]] = set()
     for source, place in dim_rules.way_back(tensor, dim, others):

@@ -193,6 +193,12 @@ def resharded(tensor: tf.Tensor, before: Axes, after: Axes, mesh: dtensor.Mesh) 
         return replicas.gathered(transfer.relayout(value, first, mesh), first, second, mesh)
 
     def apply(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        return between(x, before, after), lambda upstream: between(upstream, after, before)
+        recorder = steps.block_recorder()
+        if recorder is not None and recorder.is_open:
+            # The operations are copied, and DTensor does not know the shapes behind a copied gather of local shards.
+            made = transfer.relayout(transfer.relayout(x, before, mesh), after, mesh)
+        else:
+            made = between(x, before, after)
+        return made, lambda upstream: between(upstream, after, before)
 
     return tf.custom_gradient(apply)(tensor)

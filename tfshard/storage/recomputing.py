@@ -61,6 +61,11 @@ class BlockRecorder:
         self._graph = graph
         self._is_open = False
 
+    @property
+    def is_open(self) -> bool:
+        """True while the operations of a block are traced."""
+        return self._is_open
+
     @contextlib.contextmanager
     def block(self, name: str, keeps: frozenset[str]) -> Iterator[None]:
         """Make a block of the operations that the scope adds to the recorder's graph.
