@@ -11,3 +11,12 @@ def attention() -> keras.Model:
         x = x + keras.layers.MultiHeadAttention(2, 8)(keras.layers.LayerNormalization()(x), x)
         x = x + keras.layers.Dense(16)(keras.layers.Dense(32, activation="gelu")(x))
     return keras.Model(inputs, keras.layers.Dense(4)(x[:, 0]))
+
+
+def reshaped() -> keras.Model:
+    """Return a model that attends to two positions, which a reshape makes of six features. Equal at each call."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    rows = keras.layers.Reshape((2, 3))(keras.layers.Dense(6, "tanh")(inputs))
+    attended = keras.layers.MultiHeadAttention(1, 4)(rows, rows)
+    return keras.Model(inputs, keras.layers.Dense(6)(keras.layers.Flatten()(attended)))

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
+import small_models
 import tfshard
 from tfshard import collectives
 from tfshard.devices import gathers, replicas, startup, transfer
@@ -154,14 +155,7 @@ def test_attention_over_positions_that_a_model_axis_shards_matches_one_device():
     """A column kernel and a reshape shard the positions. Layouts of the backward pass then reach the scores."""
     x, y = np.random.RandomState(0).normal(size=(2, 8, 6)).astype("float32")
 
-    def build():
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((6,))
-        rows = keras.layers.Reshape((2, 3))(keras.layers.Dense(6, "tanh")(inputs))
-        attended = keras.layers.MultiHeadAttention(1, 4)(rows, rows)
-        return keras.Model(inputs, keras.layers.Dense(6)(keras.layers.Flatten()(attended)))
-
-    plain, model = build(), tfshard.as_distributed(build())
+    plain, model = small_models.reshaped(), tfshard.as_distributed(small_models.reshaped())
     plain.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, model=2), "auto", zero_stage=3)
     model.compile(keras.optimizers.SGD(0.1), "mse", strategy=strategy)

@@ -263,9 +263,7 @@ def _rename_collectives(function: Any) -> None:
 def _make_shapes_int32(function: Any) -> bool:
     """Convert the int64 constants of a function (`FunctionDef`) that only give shapes to int32.
 
-    Returns whether any changed.
-
-    The function keeps constants that give something else, and those that do not fit.
+    Leaves constants with another use, and those that do not fit. Returns whether any changed.
     """
     constants = {
         f"{node.name}:output:0": node

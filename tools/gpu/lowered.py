@@ -20,8 +20,9 @@ _KINDS = {
     "CollectiveReduceScatterV2": "reduce-scatter",
     "CollectiveAllToAllV2": "all-to-all",
 }
-# Copies of scalars that choose a branch or end a loop wait for the device, too, but plain Keras has them as well.
+# The operations that give and take a tensor, the name of the argument, and the dtype.
 Copy = tuple[str, str, str, str]
+Functions = dict[str, function_pb2.FunctionDef]
 
 
 @dataclasses.dataclass
@@ -29,7 +30,6 @@ class Step:
     """The functions that a step runs on each device.
 
     Attributes:
-        nodes: The number of nodes.
         launches: The number of nodes that compute on the GPU.
         collectives: Kind, dtype and number of elements of each collective.
         unordered: The number of pairs of collectives that do not wait for each other.
@@ -38,7 +38,6 @@ class Step:
         to_device: Copies from the host to a device.
     """
 
-    nodes: int = 0
     launches: int = 0
     collectives: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
     unordered: int = 0
@@ -53,11 +52,11 @@ class Step:
         """Kinds and dtypes of collectives in dtypes that NCCL does not have."""
         return {(kind, dtype) for kind, dtype, _ in self.collectives if dtype not in kernels.NCCL_DTYPES}
 
-    def add(self, function: function_pb2.FunctionDef) -> None:
+    def add(self, function: function_pb2.FunctionDef, known: Functions) -> None:
         """Add the nodes of a function, without those of functions that it calls."""
         nodes = _flat(function)
         placed = {node.name: kernels.place(node) for node in nodes}
-        self.nodes += len(nodes)
+        ops = {node.name: node.op for node in nodes}
         for node in nodes:
             place = placed[node.name]
             self.launches += place.launches and not kernels.launches_nothing(node)
@@ -67,25 +66,14 @@ class Step:
                 self.collectives.append((_KINDS[node.op], place.inputs[0].dtype, _elements(node, nodes)))
             for number, name in enumerate(each for each in node.input if not each.startswith("^")):
                 producer, _, output = name.partition(":")
-                self._note_copy(node, place.inputs[number], producer, placed[producer].outputs[int(output or 0)], nodes)
-        self.unordered += unordered(nodes)
-
-    def _note_copy(
-        self,
-        node: node_def_pb2.NodeDef,
-        taken: kernels.Tensor,
-        producer: str,
-        given: kernels.Tensor,
-        nodes: Iterable[node_def_pb2.NodeDef],
-    ) -> None:
-        if taken.on_host == given.on_host:
-            return
-        op = next(each.op for each in nodes if each.name == producer)
-        copies = self.to_host if taken.on_host else self.to_device
-        copies[op, node.op, taken.name, taken.dtype] += 1
+                taken, given = place.inputs[number], placed[producer].outputs[int(output or 0)]
+                if taken.on_host != given.on_host:
+                    copies = self.to_host if taken.on_host else self.to_device
+                    copies[ops[producer], node.op, taken.name, taken.dtype] += 1
+        self.unordered += unordered(nodes, known)
 
 
-def functions() -> dict[str, function_pb2.FunctionDef]:
+def functions() -> Functions:
     """Return all functions of the process, by name."""
     found = {}
     for name in context.context().list_function_names():
@@ -94,7 +82,7 @@ def functions() -> dict[str, function_pb2.FunctionDef]:
     return found
 
 
-def read(names: Iterable[str], known: dict[str, function_pb2.FunctionDef]) -> Step:
+def read(names: Iterable[str], known: Functions) -> Step:
     """Read functions and the functions that they call.
 
     Args:
@@ -102,18 +90,12 @@ def read(names: Iterable[str], known: dict[str, function_pb2.FunctionDef]) -> St
         known: All functions, by name.
     """
     step = Step()
-    waiting, seen = list(names), set(names)
-    while waiting:
-        function = known[waiting.pop()]
-        step.add(function)
-        for name in _called(function):
-            if name not in seen:
-                seen.add(name)
-                waiting.append(name)
+    for function in _reached(names, known):
+        step.add(function, known)
     return step
 
 
-def device_functions(known: dict[str, function_pb2.FunctionDef], before: Iterable[str]) -> list[str]:
+def device_functions(known: Functions, before: Iterable[str]) -> list[str]:
     """Return the functions that DTensor runs on each device (`_func_...`), without those that existed `before`."""
     return [name for name in known.keys() - set(before) if name.startswith("_func_")]
 
@@ -124,12 +106,23 @@ def _flat(function: function_pb2.FunctionDef) -> list[node_def_pb2.NodeDef]:
     return list(graph.node)
 
 
-def _called(function: function_pb2.FunctionDef) -> Iterator[str]:
-    for node in function.node_def:
-        for attribute in node.attr.values():
-            if attribute.func.name:
-                yield attribute.func.name
-            yield from (each.name for each in attribute.list.func)
+def _reached(names: Iterable[str], known: Functions) -> Iterator[function_pb2.FunctionDef]:
+    """Yield functions, and the functions that they call."""
+    waiting = list(dict.fromkeys(names))
+    seen = set(waiting)
+    while waiting:
+        function = known[waiting.pop()]
+        yield function
+        new = {name for node in function.node_def for name in _called(node)} - seen
+        seen |= new
+        waiting += new
+
+
+def _called(node: node_def_pb2.NodeDef) -> Iterator[str]:
+    for attribute in node.attr.values():
+        if attribute.func.name:
+            yield attribute.func.name
+        yield from (each.name for each in attribute.list.func)
 
 
 def _elements(node: node_def_pb2.NodeDef, nodes: Iterable[node_def_pb2.NodeDef]) -> int:
@@ -155,12 +148,12 @@ def _size(node: node_def_pb2.NodeDef) -> int:
     return math.prod(dim.size for dim in shapes[0].dim)
 
 
-def unordered(nodes: list[node_def_pb2.NodeDef]) -> int:
+def unordered(nodes: list[node_def_pb2.NodeDef], known: Functions) -> int:
     """Return the number of pairs of collectives, or of calls with collectives, without a path between them."""
-    known = functions()
     bits = {}
     for node in nodes:
-        if node.op.startswith(_COLLECTIVE) or _runs_collectives(node, known):
+        called = (each for function in _reached(_called(node), known) for each in function.node_def)
+        if any(each.op.startswith(_COLLECTIVE) for each in (node, *called)):
             bits[node.name] = 1 << len(bits)
     before: dict[str, int] = {}
     inputs = {node.name: [_producer(each) for each in node.input] for node in nodes}
@@ -170,19 +163,6 @@ def unordered(nodes: list[node_def_pb2.NodeDef]) -> int:
             before[name] |= before[each] | bits.get(each, 0)
     ordered = sum((before[name] & sum(bits.values())).bit_count() for name in bits)
     return math.comb(len(bits), 2) - ordered
-
-
-def _runs_collectives(node: node_def_pb2.NodeDef, known: dict[str, function_pb2.FunctionDef]) -> bool:
-    waiting = [attribute.func.name for attribute in node.attr.values() if attribute.func.name]
-    seen = set(waiting)
-    while waiting:
-        function = known[waiting.pop()]
-        if any(each.op.startswith(_COLLECTIVE) for each in function.node_def):
-            return True
-        new = set(_called(function)) - seen
-        seen |= new
-        waiting += new
-    return False
 
 
 def _producer(name: str) -> str:
