@@ -20,7 +20,7 @@ X, Y = RANDOM.randn(16, 8).astype("float32"), RANDOM.randn(16, 1).astype("float3
 ROUNDS = 3
 
 
-def added(run: Callable[[], object], *, warm_up: int = 3, ignoring: tuple[str, ...] = ()) -> dict[str, int]:
+def added(run: Callable[[], object]) -> dict[str, int]:
     """Return what `ROUNDS` calls add, in objects by type and functions of TensorFlow, if each call adds one or more."""
 
     def counts() -> Counter[str]:
@@ -28,12 +28,12 @@ def added(run: Callable[[], object], *, warm_up: int = 3, ignoring: tuple[str, .
         found = Counter(f"{type(each).__module__}.{type(each).__name__}" for each in gc.get_objects())
         return found + Counter({"functions": _private.function_count()})
 
-    for _ in range(warm_up):
+    for _ in range(ROUNDS):
         run()
     before = counts()
     for _ in range(ROUNDS):
         run()
-    return {name: count for name, count in (counts() - before).items() if count >= ROUNDS and name not in ignoring}
+    return {name: count for name, count in (counts() - before).items() if count >= ROUNDS}
 
 
 def compiled(*layers: keras.layers.Layer) -> keras.Model:
@@ -71,9 +71,17 @@ def test_the_loops_of_dropped_models_are_removed_from_tensorflow():
         compiled(L.Reshape((4, 2)), L.GRU(2)).train_on_batch(X, Y)
         bodies.append(sum(map(len, functions._added_again.values())))
 
-    found = added(run, warm_up=2)
+    found = added(run)
     assert bodies[-1] > 0, "premise: the compiled step has loop bodies under new names"
     assert "functions" not in found
+
+
+def test_the_seeds_of_dropped_models_share_a_program():
+    def run():
+        model = compiled(L.Dense(4), L.Dropout(0.5))
+        assert model.layers[1].seed_generator.state.numpy().any(), "premise: each model has another seed"
+
+    assert "functions" not in added(run)
 
 
 @pytest.mark.parametrize("wait", [True, False])

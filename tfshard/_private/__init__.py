@@ -172,6 +172,7 @@ from tfshard._private.native_log import quiet_native_log, without_native_errors
 from tfshard._private.op_rewriting import (
     ALL_RANDOM_OPS,
     Call,
+    is_small_constant,
     recorded_outputs,
     rewritten_operations,
     same_operation,
@@ -304,6 +305,7 @@ __all__ = [
     "is_of_arrays",
     "is_resource_variable",
     "is_seed_state",
+    "is_small_constant",
     "is_stateful",
     "keep_gradients_with_graphs",
     "iterator_state",

@@ -77,6 +77,8 @@ class Recorder:
 
     Attributes:
         samples: The samples, each a dict of numbers.
+        settle: Called before each sample. It waits for threads: `gc.get_objects` refers to objects that a thread is
+            making, and TensorFlow cannot finish a shape to which another object refers.
 
     Args:
         units: The units of the run.
@@ -85,6 +87,7 @@ class Recorder:
 
     def __init__(self, units: int, seconds: float):
         self.samples: list[dict] = []
+        self.settle: Callable[[], object] = lambda: None
         self._every = max(1, units // SAMPLES)
         self._units = self._every * SAMPLES
         self._done = 0
@@ -111,6 +114,7 @@ class Recorder:
         processor = (time.process_time() - self._processor) / self._every
         from tfshard import _private
 
+        self.settle()
         gc.collect()
         objects = gc.get_objects()
         types = Counter(type(each).__name__ for each in objects)
@@ -241,6 +245,7 @@ def checkpoints(way: str, scope: Callable, recorder: Recorder) -> None:
             import tfshard
 
             saving = tfshard.CheckpointCallback(directory, every_steps=1)
+            recorder.settle = saving.manager.wait
         model.fit(
             x, y, batch_size=BATCH_SIZE, epochs=UNITS["checkpoints"], verbose=0,
             callbacks=[saving, _callback(recorder, "on_train_batch_end")],
