@@ -46,6 +46,8 @@ WAYS = ("stage 3", "one device")
 SAMPLES = 20
 # Samples of the warm-up: a tenth of the run.
 WARM_UP = 2
+# The least number of samples of a run that ends early.
+LEAST = 6
 BATCH_SIZE = 8
 TABLE = pathlib.Path(__file__).parents[2] / "benchmarks" / "long_runs.md"
 
@@ -269,6 +271,10 @@ def measure(run: str, way: str) -> dict:
         scopes = strategy.scope
     recorder = Recorder(round(UNITS[run] * _SCALE.value), _SECONDS.value)
     RUNS[run](way, scopes, recorder)
+    if len(recorder.samples) < LEAST:
+        raise RuntimeError(
+            f"{_SECONDS.value} s gave {len(recorder.samples)} samples of '{run}'. Use a smaller --scale."
+        )
     return {"samples": recorder.samples, "origin": common.origin()}
 
 
@@ -292,7 +298,7 @@ def _mebibytes(value: float) -> str:
 
 COLUMNS = (
     "run", "way", "units", "resident, MiB", "heap, MiB", "growth a unit, bytes", "objects", "graphs", "functions",
-    "tensors", "unit, ms", "processor time",
+    "tensors", "unit, ms", "processor time", "date",
 )  # fmt: skip
 
 
@@ -315,6 +321,7 @@ def row(run: str, way: str, result: dict) -> list[str]:
         *(_growth(samples, key, _count) for key in ("objects", "graphs", "functions", "tensors")),
         f"{wall * 1e3:.1f}",
         f"{late / early:.3f}",
+        time.strftime("%Y-%m-%d"),
     ]
 
 
@@ -331,7 +338,7 @@ def write(rows: list[list[str]], origin: str) -> None:
     found = old | new
     order = [(run, way) for run in UNITS for way in WAYS if (run, way) in found]
     lines = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *(found[key] for key in order))]
-    head = TABLE.read_text().split("| run ")[0] if TABLE.exists() else f"# Long runs\n\n{origin}\n\n"
+    head = TABLE.read_text().partition("| run ")[0] if TABLE.exists() else f"# Long runs\n\n{origin}\n\n"
     TABLE.write_text(head + "\n".join(lines) + "\n")
 
 
