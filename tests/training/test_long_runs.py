@@ -24,7 +24,8 @@ def added(run: Callable[[], object]) -> dict[str, int]:
     """Return what `ROUNDS` calls add, in objects by type and functions of TensorFlow, if each call adds one or more."""
 
     def counts() -> Counter[str]:
-        gc.collect()
+        for _ in range(2):  # The first frees graphs, and the second what their functions held.
+            gc.collect()
         found = Counter(f"{type(each).__module__}.{type(each).__name__}" for each in gc.get_objects())
         return found + Counter({"functions": _private.function_count()})
 
