@@ -41,17 +41,23 @@ def _in_turn(tensor: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
     """Relayout a tensor of any layout.
 
     DTensor refuses a gather over two axes at once, and carries a layout with two sharded dims into a reshape before,
-    with wrong values. All dims between the first and the last are therefore gathered first. The last dim keeps its axis
-    if it may be the one of `axes`.
+    with wrong values. The dims that `axes` does not shard are therefore gathered first. The last dim keeps the axis
+    that it has if `axes` shards it over a model axis: a kernel sharded by column leaves it so.
     """
-    sizes = axis_sizes(mesh)
-    if len(axes) > 1 and sizes.shards_by_several:
-        last = dtensor.MATCH if axes[-1] in sizes.tensor else dtensor.UNSHARDED
-        middle = [dtensor.UNSHARDED] * (len(axes) - 2)
-        tensor = _relayout(tensor, [dtensor.MATCH, *middle, last], mesh)
-        if axes[0] not in (None, sizes.data) or sizes.data in axes[1:]:
-            tensor = _relayout(tensor, [dtensor.UNSHARDED] * len(axes), mesh)
+    sizes, rank = axis_sizes(mesh), len(axes)
+    if rank > 1 and sizes.shards_by_several:
+        moves = axes[0] not in (None, sizes.data) or sizes.data in axes[1:]
+        if axes[-1] in sizes.tensor and not moves:
+            tensor = _relayout(tensor, [axes[0] or dtensor.UNSHARDED, *_unsharded(rank - 2), dtensor.MATCH], mesh)
+        else:
+            tensor = _relayout(tensor, [dtensor.MATCH, *_unsharded(rank - 1)], mesh)
+        if moves:
+            tensor = _relayout(tensor, _unsharded(rank), mesh)
     return transfer.relayout(tensor, axes, mesh)
+
+
+def _unsharded(rank: int) -> list[str]:
+    return [dtensor.UNSHARDED] * rank
 
 
 def _relayout(tensor: tf.Tensor, specs: list[str], mesh: dtensor.Mesh) -> tf.Tensor:
