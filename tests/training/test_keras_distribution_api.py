@@ -1,6 +1,8 @@
 """Code of `keras.distribution`, as users of Keras on JAX write it, on TensorFlow: no `strategy=` anywhere."""
 
 import functools
+import json
+import pathlib
 import subprocess
 import sys
 
@@ -13,6 +15,8 @@ from keras import distribution as kd
 from keras import layers
 from tensorflow.experimental import dtensor
 
+import launched
+import launched_distribution
 import tfshard
 from tfshard import _private
 from tfshard.storage import ShardedVariable
@@ -454,6 +458,20 @@ def test_several_processes_need_the_launcher():
         kd.initialize("10.0.0.1:1234,10.0.0.2:2345", 2, 0)
     with pytest.raises(tfshard.errors.InitializationError, match="tfshard launch --num_processes=2"):
         kd.initialize("10.0.0.1:1234", 2, 0)
+
+
+def test_clients_of_a_launched_run_train_on_their_parts_of_a_dataset():
+    script = pathlib.Path(__file__).parents[1] / "launched_distribution.py"
+    done = launched.launch("--num_processes=2", "--devices_per_process=2", str(script))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    expected = launched_distribution.train()
+    for client in range(2):
+        (line,) = launched.said(done, f"[client {client}] FOUND ")
+        found = json.loads(line)
+        assert (found["devices"], found["clients"]) == (DEVICES, [2, client])
+        assert (found["rows"], found["shard"]) == ([4, 4], client)
+        assert "started this process as client" in found["refused"]
+        np.testing.assert_allclose(found["losses"], expected, rtol=1e-5)
 
 
 _FRESH = {
