@@ -221,13 +221,18 @@ NAMES = (
     # distributions
     *_all("keras", "3.10", {
         "src.backend.common.global_state": "get_global_attribute set_global_attribute",
-        "src.backend.common.variables": "Variable._layout Variable._shape Variable._validate_shape",
+        "src.backend.common.variables": "Variable._shape Variable._validate_shape",
         "src.backend.tensorflow": "core distribution_lib trainer",
         "src.backend.tensorflow.core": "Variable Variable._initialize",
         "src.backend.tensorflow.trainer": "TensorFlowTrainer",
         "src.distribution": "distribution_lib",
         "src.distribution.distribution_lib": "GLOBAL_ATTRIBUTE_NAME",
     }),
+    Name(
+        "keras.src.backend.common.variables.Variable._layout",
+        since="3.15",
+        instead="the same attribute, which only tfshard sets; Keras's optimizers ask for it by getattr",
+    ),
     # losses
     *_all("keras", "3.10", {
         "src.backend.common.masking": "get_keras_mask set_keras_mask",

@@ -27,6 +27,7 @@ OptimizerLike: TypeAlias = keras.optimizers.Optimizer | str | None
 AUTO = "auto"
 
 
+@_private.without_distribution()
 def abstract_model(build: Callable[[], keras.Model]) -> keras.Model:
     """Build a model for planning only: its variables have shapes and dtypes, but no values.
 
@@ -148,7 +149,8 @@ def slots_of(optimizer: OptimizerLike, specs: Iterable[VariableSpec]) -> tuple[S
     config = original.get_config()
     trained = [spec for spec in specs if spec.trainable]
     with tf.Graph().as_default():
-        copy = type(original).from_config(config)
+        with _private.without_distribution():
+            copy = type(original).from_config(config)
         copy.build([_private.placeholder_variable(spec.path, spec.shape, spec.dtype) for spec in trained])
     shapes = {spec.path.replace("/", "_"): spec for spec in trained}
     slots = []

@@ -31,4 +31,12 @@ from tfshard.training.models import Model, Sequential, as_distributed
 from tfshard.training.pipelines import random_map
 from tfshard.training.strategy import ShardedStrategy
 
-__all__ = ["Model", "Sequential", "ShardedStrategy", "as_distributed", "keras_distribution", "random_map", "strategy_of"]
+__all__ = [
+    "Model",
+    "Sequential",
+    "ShardedStrategy",
+    "as_distributed",
+    "keras_distribution",
+    "random_map",
+    "strategy_of",
+]

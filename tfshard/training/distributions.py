@@ -34,9 +34,7 @@ _strategies: "_private.WeakIdentityDict[_private.Distribution, ShardedStrategy]"
 _DECIDED = ("mesh", "layout_map", "already_sharded")
 
 
-def keras_distribution(
-    distribution: _private.Distribution, **options: Any
-) -> _private.Distribution:
+def keras_distribution(distribution: _private.Distribution, **options: Any) -> _private.Distribution:
     """Give a Keras distribution the options of a `tfshard.ShardedStrategy`, such as `zero_stage=3`.
 
     Without this call, a distribution stores variables as Keras on JAX does (`zero_stage=0`): in the layouts of its

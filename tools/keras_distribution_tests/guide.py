@@ -41,7 +41,9 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Give the file of the guide. Received: {argv[1:]}")
     code, needed = substituted(pathlib.Path(argv[1]).read_text())
     print("\n".join(["Substituted:", *needed]))
-    done = subprocess.run([sys.executable, "-"], input=code, text=True, env={**os.environ, "KERAS_BACKEND": "tensorflow"})
+    done = subprocess.run(
+        [sys.executable, "-"], input=code, text=True, env={**os.environ, "KERAS_BACKEND": "tensorflow"}
+    )
     print("The guide runs." if done.returncode == 0 else "The guide fails.")
     sys.exit(done.returncode)
 
