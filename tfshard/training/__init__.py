@@ -9,6 +9,7 @@ Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`
     strategy_base `StrategyBase`: the settings of a strategy on a mesh, and its models
     attached_model  `AttachedModel`: a model with variables that a strategy shards
     attached_variables  variables of optimizers and metrics
+    distributions  `keras.distribution`: the strategy of a Keras distribution
     births        models that are built under `strategy.scope()`
     hooks         the methods that tf.distribute and Keras call on a strategy
     microbatches  a training step that takes its batch in microbatches
@@ -25,8 +26,17 @@ Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`
     generation    KerasHub's `generate()` on a sharded model
 """
 
+from tfshard.training.distributions import keras_distribution, strategy_of
 from tfshard.training.models import Model, Sequential, as_distributed
 from tfshard.training.pipelines import random_map
 from tfshard.training.strategy import ShardedStrategy
 
-__all__ = ["Model", "Sequential", "ShardedStrategy", "as_distributed", "random_map"]
+__all__ = [
+    "Model",
+    "Sequential",
+    "ShardedStrategy",
+    "as_distributed",
+    "keras_distribution",
+    "random_map",
+    "strategy_of",
+]
