@@ -13,16 +13,16 @@ from tfshard import tables
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
-from tfshard.layouts import gradient_reduction
+from tfshard.layouts import gradient_reduction, variable_layout
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
-from tfshard.layouts.config import Precision, ReshardPolicy, ShardingConfig, ZeroStage
+from tfshard.layouts.config import Microbatches, Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.operations import blocks
-from tfshard.planning import statistics_traffic, step_graph
+from tfshard.planning import statistics_traffic, step_graph, variable_traffic
 from tfshard.planning.analyzer import without_peak
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
@@ -47,6 +47,7 @@ class Candidate(Peak):
         mesh_shape: Axis name to size.
         zero_stage: The ZeRO stage, which is also its number.
         recompute: True if blocks are computed again (`strategy.recompute(model)`).
+        microbatches: The microbatches of a step.
         problem: Why the candidate is impossible with any memory, or None.
         memory_per_device: The memory of a device, in bytes.
         collective_seconds: The time of a step's collectives, one after the other. None without links, or if their bytes
@@ -59,6 +60,7 @@ class Candidate(Peak):
     mesh_shape: dict[str, int]
     zero_stage: ZeroStage
     recompute: bool = False
+    microbatches: int = 1
     problem: str | None = None
     memory_per_device: int
     collective_seconds: float | None = None
@@ -135,6 +137,7 @@ class Advice:
             needed = f"too large: needs {tables.short_size(each.needed_bytes)} with room to spare"
             verdict = each.problem or ("fits" if each.fits else needed)
             verdict += ", with recompute" if each.recompute else ""
+            verdict += f", microbatches={each.microbatches}" if each.microbatches > 1 else ""
             verdict += "" if each.compression is None else f", {each.compression}"
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
         return tables.as_text(*self.reasons, table)
@@ -163,7 +166,9 @@ def advise(
 
     `advise` prefers the smallest stage that fits with all devices on the batch axis: a lower stage sends less, and the
     batch axis sends no activations. Its next choice is stage 3 with blocks computed again, which costs time. It
-    considers meshes with a model axis if a layout map names the axis `model`, the smallest model axis first.
+    considers meshes with a model axis if a layout map names the axis `model`, the smallest model axis first. If nothing
+    fits, it considers microbatches, the fewest first, unless a layer normalizes by the batch: such a layer would
+    normalize by a microbatch.
 
     With `links` (the result of `tfshard profile-network`), `advise` prefers the fitting mesh and stage with the
     shortest time of collectives alone. It computes blocks again only if nothing else fits. It also considers hybrid
@@ -172,6 +177,8 @@ def advise(
     With `machine` (measured by `tfshard calibrate`, or described in a file), `advise` prefers the fitting mesh and
     stage with the shortest steps. A step is the computation, repeated computation included, and the part of the
     collectives that the computation does not hide (docs/simulating.md). `links` replaces the links of the machine.
+    `advise` then considers blocks computed again at every stage, and microbatches as soon as nothing fits without
+    either.
 
     With `compression` and links, `advise` also considers each mesh and stage with the compression, and proposes it if
     it clearly pays: if collectives and encoding take at most nine tenths of the time of exact collectives, even if
@@ -264,11 +271,13 @@ def advise(
         )
     has_blocks = step.inputs is not None and isinstance(model, keras.Model) and blocks.can_mark(model)
     candidates = []
-    for mesh_shape in _meshes(devices, sizes if has_model_axis else None, known):
+    meshes = _meshes(devices, sizes if has_model_axis else None, known)
+    maps = [auto_layout.resolve(layout_map, model, each) for each in meshes]
+    again = ZeroStage if on is not None else (ZeroStage.PARAMETERS,)
+    ways = [*((stage, False) for stage in ZeroStage), *((stage, True) for stage in again if has_blocks)]
+    for mesh_shape, chosen in zip(meshes, maps, strict=True):
         data_size = MeshAxes.of(mesh_shape).data_size
-        chosen = auto_layout.resolve(layout_map, model, mesh_shape)
         possible = [each for each in reductions if data_size > 1 and _fits_mesh(each, mesh_shape)]
-        ways = [*((stage, False) for stage in ZeroStage), *[(ZeroStage.PARAMETERS, True)] * has_blocks]
         for (stage, recompute), reduction in itertools.product(ways, [None, *possible]):
             empty = Candidate(
                 mesh_shape=mesh_shape,
@@ -283,6 +292,25 @@ def advise(
                 continue
             activations = (activation_bytes or 0) * (batch // data_size)
             candidates.append(step.measure(empty, chosen, reduction, activations))
+    count, most = 2, max(batch // MeshAxes.of(each).data_size for each in meshes)
+    splits = step.inputs is not None and isinstance(model, keras.Model) and can_split(model)
+    while splits and count <= most and not any(each.fits and (on is None or not each.recompute) for each in candidates):
+        for mesh_shape, chosen in zip(meshes, maps, strict=True):
+            rows = batch // MeshAxes.of(mesh_shape).data_size
+            if batch % MeshAxes.of(mesh_shape).data_size or rows < count:
+                continue
+            empty = Candidate(
+                mesh_shape=mesh_shape,
+                zero_stage=ZeroStage.PARAMETERS,
+                microbatches=variable_layout.divisor_from(rows, count),
+                memory_per_device=memory_per_device,
+            )
+            for stage, recompute in ways:
+                way = dataclasses.replace(empty, zero_stage=stage, recompute=recompute)
+                candidates.append(step.measure(way, chosen, None, 0))
+        if any(each.fits and each.microbatches > 1 for each in candidates):
+            break
+        count *= 2
     if on is not None:
         candidates.sort(key=lambda each: math.inf if each.step_seconds is None else each.step_seconds)
     elif known is not None:
@@ -290,6 +318,12 @@ def advise(
         exact = {_where(each): each for each in candidates if each.compression is None}
         candidates.sort(key=lambda each: (each.recompute, _preferred_by(each, exact[_where(each)])))
     return _choose(candidates, activation_bytes is None and inputs is None, has_model_axis)
+
+
+def can_split(model: keras.Model) -> bool:
+    """Return whether a step in microbatches computes what a step on the full batch computes: no layer normalizes by the
+    statistics of a batch."""
+    return not statistics_traffic.statistics_of(model)
 
 
 def _meshes(devices: int, model_sizes: Sequence[int] | None, links: Links | None) -> list[dict[str, int]]:
@@ -340,7 +374,7 @@ def _fits_mesh(reduction: GradientReduction, mesh_shape: Mapping[str, int]) -> b
 
 def _where(candidate: Candidate) -> tuple[object, ...]:
     """Return the key that candidates share if only their compression differs."""
-    return tuple(candidate.mesh_shape.items()), candidate.zero_stage, candidate.recompute
+    return tuple(candidate.mesh_shape.items()), candidate.zero_stage, candidate.recompute, candidate.microbatches
 
 
 def _at_most(candidate: Candidate, exact: Candidate) -> float:
@@ -386,12 +420,14 @@ class _AdvisedStep:
         self, empty: Candidate, layout_map: LayoutMap, reduction: GradientReduction | None, activation_bytes: int
     ) -> Candidate:
         """Return a candidate with its peak, or with the reason why it is impossible."""
+        microbatches = Microbatches(count=empty.microbatches)
         try:
             config = dataclasses.replace(
                 self.config,
                 layout_map=layout_map,
                 zero_stage=empty.zero_stage,
                 reduction=reduction,
+                microbatches=microbatches,
             )
             placement = ModelPlacement.of(self.specs, config, mesh_shape=empty.mesh_shape).check()
         except LayoutError as e:
@@ -399,7 +435,7 @@ class _AdvisedStep:
         graph = step_graph.trace(
             self.model if self.inputs is not None else placement.specs,
             placement,
-            inputs=self.inputs,
+            inputs=variable_traffic.inputs_of_microbatch(microbatches, self.inputs, empty.mesh_shape),
             recompute=blocks.AUTO if empty.recompute else None,
         )
         stored_bytes = ShardingPlan.from_placement(placement, slots=self.slots).resting_bytes()
@@ -444,12 +480,16 @@ class _AdvisedStep:
         traced = TracedStep.of(
             self.model,
             placement,
-            inputs=self.inputs,
+            inputs=variable_traffic.inputs_of_microbatch(
+                placement.config.microbatches, self.inputs, candidate.mesh_shape
+            ),
             timing=self.timing,
             recompute=blocks.AUTO if candidate.recompute else None,
         )
         updated = updated_bytes_of(placement, self.slots)
-        return traced.on(self.machine, candidate.mesh_shape, updated_bytes=updated).seconds
+        return traced.on(
+            self.machine, candidate.mesh_shape, updated_bytes=updated, microbatches=candidate.microbatches
+        ).seconds
 
 
 def _encoded_bytes(placement: ModelPlacement, plan: ShardingPlan) -> int:
@@ -574,6 +614,7 @@ def _verdict(each: Candidate, exact: Candidate, chosen: Candidate) -> str:
 
 def _text(candidate: Candidate) -> str:
     again = " with strategy.recompute(model)" if candidate.recompute else ""
+    again += f" with microbatches={candidate.microbatches}" if candidate.microbatches > 1 else ""
     option = "" if candidate.compression is None else f" with compression={candidate.compression!r}"
     return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}"
 
