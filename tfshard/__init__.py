@@ -44,7 +44,7 @@ if not command_line.is_answered_alone():
     from tfshard.measure import profile_network, profile_step
     from tfshard.operations.local_map import local_map, psum
     from tfshard.planning import ParameterAnalyzer, advise, lint, plan
-    from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, random_map
+    from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, find_batch_size, random_map
     from tfshard.verifying import verify
 
     # Names that were in tfshard.planning until 0.2.
@@ -81,6 +81,7 @@ __all__ = [
     "create_mesh",
     "errors",
     "export",
+    "find_batch_size",
     "import_weights",
     "initialize",
     "layers",

@@ -73,9 +73,7 @@ def expect(model: keras.Model, jit_compile: Any = AUTO) -> None:
 
 def forget(model: keras.Model) -> None:
     """Note that a model has a strategy of the user's choice."""
-    before = _states.get(model)
-    if before is not None:
-        _states.pop(model)
+    before = _states.pop(model)
     if before is not None and before.chosen is not None and before.chosen.recompute:
         _forget_blocks(model)
 
@@ -145,8 +143,26 @@ def choose(model: keras.Model, inputs: Any) -> ShardedStrategy | None:
         StrategyError: The model's step cannot be planned.
     """
     state = _states[model]
-    if state.chosen is not None and state.chosen.recompute:
+    marked = state.chosen is not None and state.chosen.recompute
+    if marked:
         _forget_blocks(model)
+    try:
+        strategy, keeps_blocks = _chosen(model, state, inputs)
+    except BaseException:
+        keeps_blocks = marked
+        raise
+    finally:
+        if keeps_blocks:
+            blocks.install(model, blocks.AUTO, False)
+    return strategy
+
+
+def _chosen(model: keras.Model, state: AutoStrategy, inputs: Any) -> tuple[ShardedStrategy | None, bool]:
+    """Choose, as `choose` does, for a model without the blocks of the last choice.
+
+    Returns:
+        The strategy, or None; and whether the blocks of the last choice stay.
+    """
     specs = keras.tree.map_structure(_spec, inputs)
     _check_plannable(model, specs)
     started = startup.current() or startup.initialize()
@@ -164,11 +180,9 @@ def choose(model: keras.Model, inputs: Any) -> ShardedStrategy | None:
     strategy: Any = _private.distribute_strategy(model)
     is_same = isinstance(strategy, ShardedStrategy) and state.chosen is not None
     is_same = is_same and _settings(chosen) == _settings(state.chosen)  # type: ignore[arg-type]
-    if chosen.recompute and is_same:
-        blocks.install(model, blocks.AUTO, False)
     state.chosen, state.elements, state.is_for_training = chosen, elements_of(specs), not state.evaluates
     _tell(chosen, advised, memory, rows, started, is_near=is_near, is_same=is_same)
-    return None if is_same else strategy_of(chosen)
+    return (None, chosen.recompute) if is_same else (strategy_of(chosen), False)
 
 
 def strategy_of(candidate: Candidate) -> ShardedStrategy:
