@@ -203,14 +203,14 @@ def _checked_names(devices: Sequence[str], num_devices: int | None, device_type:
     """Return the names of devices, checked without a look at the machine: all of one type, each once."""
     received = f"Received: devices={devices!r}, num_devices={num_devices}, device_type={device_type!r}"
     if num_devices is not None or device_type is not None:
-        raise InitializationError(
-            f"devices names the devices, so leave num_devices and device_type out. {received}"
-        )
+        raise InitializationError(f"devices names the devices, so leave num_devices and device_type out. {received}")
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise InitializationError(
             f"devices must be a list of names, such as ['GPU:0', 'GPU:3'] or ['CPU:0', 'CPU:1']. {received}"
         )
-    found = [re.fullmatch(r"(CPU|GPU):(\d+)", each.strip().upper()) if isinstance(each, str) else None for each in devices]
+    found = [
+        re.fullmatch(r"(CPU|GPU):(\d+)", each.strip().upper()) if isinstance(each, str) else None for each in devices
+    ]
     wrong = [each for each, match in zip(devices, found, strict=True) if match is None]
     if wrong:
         raise InitializationError(
@@ -263,8 +263,8 @@ def _see_only(names: Sequence[str]) -> None:
         )
     if numbers != sorted(numbers):
         raise InitializationError(
-            "TensorFlow has already listed its GPUs, and keeps their order. Call tfshard.initialize(devices=...) before "
-            "tf.config.list_physical_devices, or name the GPUs in ascending order. "
+            "TensorFlow has already listed its GPUs, and keeps their order. Call tfshard.initialize(devices=...) "
+            "before tf.config.list_physical_devices, or name the GPUs in ascending order. "
             f"Received: devices={[*names]}"
         )
     physical = tf.config.list_physical_devices("GPU")

@@ -279,7 +279,7 @@ def _advice(
 
 
 def _forget_blocks(model: keras.Model) -> None:
-    layer_patch.undo(model, [blocks.BLOCK])
+    layer_patch.undo(model, [layer_patch.BLOCK])
 
 
 def _tell(
@@ -317,9 +317,7 @@ def _tell(
 
 def _too_large(model: keras.Model, advised: Advice, memory: DeviceMemory, rows: int, started: startup.Runtime) -> str:
     """Return the message of the error that nothing fits: the nearest misses, and what helps."""
-    possible = sorted(
-        (each for each in advised.candidates if each.problem is None), key=lambda each: each.needed_bytes
-    )
+    possible = sorted((each for each in advised.candidates if each.problem is None), key=lambda each: each.needed_bytes)
     received = (
         f"Received: batches of {rows} samples, {started.num_devices} {started.device_type} devices of "
         f"{tables.size(memory.bytes)} ({memory.origin})"

@@ -60,8 +60,8 @@ def find_batch_size(
         sample_weight: Weights of the same samples.
         max_batch_size: The largest size to try.
         steps: How many steps a try takes. The first step also makes what later steps keep.
-        memory_limit: The bytes that the process may hold, or a text such as `"8GiB"`. By default what it holds, and four
-            fifths of the host's available memory. Not for GPUs and TPUs.
+        memory_limit: The bytes that the process may hold, or a text such as `"8GiB"`. By default what it holds, and
+            four fifths of the host's available memory. Not for GPUs and TPUs.
 
     Returns:
         The batch size.
@@ -89,8 +89,8 @@ def find_batch_size(
             raise StrategyError(f"{name} must be a positive integer. Received: {name}={number!r}")
     if clients.here().count > 1:
         raise StrategyError(
-            "find_batch_size runs in one process: if one client of a launched run is out of memory, the others wait for "
-            f"it. Call it in a process with as many devices. Received: {clients.here().count} clients"
+            "find_batch_size runs in one process: if one client of a launched run is out of memory, the others wait "
+            f"for it. Call it in a process with as many devices. Received: {clients.here().count} clients"
         )
     leaves = [leaf for leaf in keras.tree.flatten((x, y, sample_weight)) if leaf is not None]
     samples = min((len(leaf) for leaf in leaves), default=0)
@@ -221,7 +221,9 @@ class _Tries:
         """Return whether the model trains on a batch of a size. Prints a line."""
         expected = self._expected(size)
         if self._limit is not None and expected is not None and expected > self._limit:
-            return self._fails(size, f"would take about {tables.size(expected)} of {tables.size(self._limit)}; not tried")
+            return self._fails(
+                size, f"would take about {tables.size(expected)} of {tables.size(self._limit)}; not tried"
+            )
         batch = self._batch(size)
         self._model.train_function = None
         gc.collect()
@@ -346,7 +348,9 @@ def _resident_bytes(name: str) -> int | None:
     """Return the resident memory of the process by a name of /proc/self/status, or None on other systems."""
     if not _STATUS.exists():
         return None
-    return next((int(line.split()[1]) << 10 for line in _STATUS.read_text().splitlines() if line.startswith(name)), None)
+    return next(
+        (int(line.split()[1]) << 10 for line in _STATUS.read_text().splitlines() if line.startswith(name)), None
+    )
 
 
 def _forget_peak() -> None:

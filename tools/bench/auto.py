@@ -4,8 +4,8 @@
     python -m tools.bench.auto --results=/tmp/auto.jsonl --write              # writes benchmarks/auto.md
 
 The three memory sizes of a device follow from what `advise` says a model needs: *ample*, 1 GiB; *tight*, what stage 3
-needs on the batch axis, so that lower stages do not fit there; *very tight*, less than any mesh and stage needs, so that
-only recomputation and microbatches help, or, if they do not help, what the smallest configuration needs.
+needs on the batch axis, so that lower stages do not fit there; *very tight*, less than any mesh and stage needs, so
+that only recomputation and microbatches help, or, if they do not help, what the smallest configuration needs.
 
 The hand-chosen configurations are all meshes of four devices with axes batch and model at stages 0 to 3. In very tight
 memory they are the predicted fastest of each mesh, with recomputation and with microbatches. Models are trained by
@@ -44,21 +44,24 @@ def _transformer(kind: str):
     import numpy as np
 
     vocabulary, width, length, samples = 1000, 128, 64, 16
-    common_options = {"vocabulary_size": vocabulary, "num_layers": 3, "hidden_dim": width, "intermediate_dim": 4 * width}
+    sizes = {
+        "vocabulary_size": vocabulary,
+        "num_layers": 3,
+        "hidden_dim": width,
+        "intermediate_dim": 4 * width,
+    }
     tokens = np.random.RandomState(0).randint(1, vocabulary, (samples, length))
     inputs = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
     if kind == "gpt":
-        backbone = keras_hub.models.GPT2Backbone(
-            **common_options, num_heads=4, max_sequence_length=length, dropout=0.0
-        )
+        backbone = keras_hub.models.GPT2Backbone(**sizes, num_heads=4, max_sequence_length=length, dropout=0.0)
         outputs = backbone.output
     elif kind == "bert":
         backbone = keras_hub.models.BertBackbone(
-            **common_options, num_heads=4, max_sequence_length=length, dropout=0.0, num_segments=2
+            **sizes, num_heads=4, max_sequence_length=length, dropout=0.0, num_segments=2
         )
         outputs, inputs["segment_ids"] = backbone.output["sequence_output"], np.zeros_like(tokens)
     else:
-        backbone = keras_hub.models.LlamaBackbone(**common_options, num_query_heads=4, num_key_value_heads=2)
+        backbone = keras_hub.models.LlamaBackbone(**sizes, num_query_heads=4, num_key_value_heads=2)
         outputs = backbone.output
     return keras.Model(backbone.input, backbone.token_embedding(outputs, reverse=True)), inputs, tokens
 
@@ -89,7 +92,9 @@ def _cnn():
     for stage, width in enumerate((32, 64, 128)):
         for block in range(2):
             name = f"conv{stage}_block{block}"
-            y = keras.layers.Conv2D(width, 3, strides=1 + (block == 0 < stage), padding="same", name=f"{name}_1_conv")(x)
+            y = keras.layers.Conv2D(width, 3, strides=1 + (block == 0 < stage), padding="same", name=f"{name}_1_conv")(
+                x
+            )
             y = keras.layers.BatchNormalization(name=f"{name}_1_bn")(y)
             y = keras.layers.ReLU(name=f"{name}_1_relu")(y)
             y = keras.layers.Conv2D(width, 3, padding="same", name=f"{name}_2_conv")(y)
@@ -245,7 +250,9 @@ def measure(name: str) -> dict:
         needed[size] = found.needed_bytes
         trained.setdefault(key(found), auto)
     by_hand = {key(each): each for each in plain if each.mesh_shape["batch"] > 1 or each.zero_stage == 0}
-    fitting = [each for each in narrow.candidates if each.fits and (each.mesh_shape["batch"] > 1 or not each.zero_stage)]
+    fitting = [
+        each for each in narrow.candidates if each.fits and (each.mesh_shape["batch"] > 1 or not each.zero_stage)
+    ]
     kinds = set()
     for each in sorted(fitting, key=lambda each: each.step_seconds):
         kind = each.recompute, each.microbatches > 1, tuple(each.mesh_shape.items())
@@ -309,20 +316,18 @@ def table(results: dict[str, dict]) -> str:
     lines = [
         '# The choices of `strategy="auto"`',
         "",
-        "`python -m tools.bench.auto --models=... --results=FILE`, then `--write` ("
-        f"{' and '.join(dates)}, {some['origin']} on two cores). Each model trains by Adam, for three memory sizes of a",
-        "device. Tight memory is what stage 3 needs on the batch axis. Very tight memory is less than any mesh and stage "
-        "needs,",
-        "so that recomputation or microbatches are necessary; if they do not help a model, it is what its smallest",
-        "configuration needs. The best configuration is the fastest of all meshes and stages that fit by `advise`, or in",
-        "very tight memory the fastest of those with recomputation or microbatches that are predicted as fast. All take "
-        "steps in turn in one process; times are",
-        "medians. The measured memory is what a device stores and what a profiled step adds; allocations below 256 KiB "
-        "are not in it.",
+        f"`python -m tools.bench.auto --models=... --results=FILE`, then `--write` ({' and '.join(dates)},",
+        f"{some['origin']} on two cores). Each model trains by Adam, for three",
+        "memory sizes of a device. Tight memory is what stage 3 needs on the batch axis. Very tight memory is less",
+        "than any mesh and stage needs, so that recomputation or microbatches are necessary; if they do not help a",
+        "model, it is what its smallest configuration needs. The best configuration is the fastest of all meshes and",
+        "stages that fit by `advise`; in very tight memory, the fastest of those with recomputation or microbatches",
+        "that `advise` predicts as fast, one of each mesh and kind. All configurations take steps in turn in one process,",
+        "and times are medians. The measured memory is what a device stores and what a profiled step adds, without",
+        "allocations below 256 KiB.",
         "",
         f"**{within} of {len(rows)} choices take at most 1.10 of the time of the best configuration; at worst "
-        f"{max(ratios):.2f}. The measured memory of {inside} of {len(rows)} is within the limit, and no step ran out of "
-        "memory.**",
+        f"{max(ratios):.2f}. The measured memory of {inside} of {len(rows)} choices is within the limit.**",
         "",
         "| model | memory | limit | chosen | needs | measured | step, ms | best | its step, ms | ratio | slowest that "
         "fits, ratio | fit |",
