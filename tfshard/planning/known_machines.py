@@ -31,7 +31,7 @@ def here() -> Machine | None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return _with_devices(dataclasses.replace(Machine.load("cpu"), cores=cores), devices)
     if started.device_type == "GPU":
-        cards = gpus.smi("--query-gpu=name", "--format=csv,noheader") or ""
+        cards = gpus.smi("--query-gpu=name,memory.total", "--format=csv,noheader") or ""
         names = {name for part, name in _BY_NAME.items() if part in cards}
         return _with_devices(Machine.load(names.pop()), devices) if len(names) == 1 else None
     return None
