@@ -27,6 +27,7 @@ from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS
 from tfshard.operations import blocks, layer_patch
 from tfshard.planning import known_machines
 from tfshard.planning.advice import Advice, Candidate, advise
+from tfshard.training import custom_steps
 from tfshard.training.strategy import ShardedStrategy
 
 AUTO = "auto"
@@ -169,7 +170,7 @@ def _chosen(model: keras.Model, state: AutoStrategy, inputs: Any) -> tuple[Shard
     memory, machine = _agreed_facts()
     rows = int(keras.tree.flatten(specs)[0].shape[0])
     advised = _advice(model, specs, started, memory, rows, machine)
-    chosen = advised.recommended
+    chosen = next((each for each in advised.candidates if each.fits), None)
     is_near = chosen is None
     if chosen is None:
         possible = [each for each in advised.candidates if each.problem is None]
@@ -270,12 +271,24 @@ def _advice(
         )
 
     try:
-        return advised(auto_layout.AUTO if started.num_devices > 1 else None)
+        advice = advised(auto_layout.AUTO if started.num_devices > 1 else None)
     except LayoutError as error:
         raise StrategyError(
             f"strategy='auto' cannot plan a step of model '{model.name}': {error} Give "
             'strategy=tfshard.ShardedStrategy(...) instead of "auto".'
         ) from error
+    possible = tuple(each for each in advice.candidates if _can_run(model, each))
+    return dataclasses.replace(advice, candidates=possible)
+
+
+def _can_run(model: keras.Model, candidate: Candidate) -> bool:
+    """Return whether a model can use the recomputation and the microbatches of a candidate.
+
+    An eager step holds all activations of the full batch. A custom `train_step` may compute more than means of a batch.
+    """
+    if model.run_eagerly:
+        return not candidate.recompute and candidate.microbatches == 1
+    return candidate.microbatches == 1 or not custom_steps.has_custom_steps(model)
 
 
 def _forget_blocks(model: keras.Model) -> None:

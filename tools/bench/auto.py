@@ -323,8 +323,8 @@ def table(results: dict[str, dict]) -> str:
         "model, it is what its smallest configuration needs. The best configuration is the fastest of all meshes and",
         "stages that fit by `advise`; in very tight memory, the fastest of those with recomputation or microbatches",
         "that `advise` predicts as fast, one of each mesh and kind. All configurations take steps in turn in one",
-        "process, and times are medians. The measured memory is what a device stores and what a profiled step adds, without",
-        "allocations below 256 KiB.",
+        "process, and times are medians. The measured memory is what a device stores and what a profiled step adds,",
+        "without allocations below 256 KiB.",
         "",
         f"**{within} of {len(rows)} choices take at most 1.10 of the time of the best configuration; at worst "
         f"{max(ratios):.2f}. The measured memory of {inside} of {len(rows)} choices is within the limit.**",
