@@ -50,11 +50,14 @@ def made(make=build, **options) -> keras.Model:
     return model
 
 
-def needed(rows: int = 64, **facts) -> int:
+def deep() -> keras.Model:
+    """Return a model with kernels that stand alone, so that stage 3 needs less than stage 1."""
+    return build(640, 1)
+
+
+def needed(make=build, rows: int = 64, **facts) -> int:
     """Return the bytes that a configuration of the model needs, as `advise` says."""
-    advice = tfshard.advise(
-        made(), 4, facts.pop("memory", 1 << 30), rows, layout_map="auto", inputs=X[:rows]
-    )  # fmt: skip
+    advice = tfshard.advise(made(make), 4, 1 << 30, rows, layout_map="auto", inputs=X[:rows])
     return min(
         each.needed_bytes
         for each in advice.candidates
@@ -73,28 +76,22 @@ def assert_alike(model: keras.Model, losses, expected: keras.Model, expected_los
 
 
 BATCH = {"batch": 4, "model": 1}
+MODEL = {"batch": 1, "model": 4}
+# By name: the model, the memory, and what must be chosen.
 CASES = {
-    "all fits": (lambda: 1 << 30, {"mesh_shape": BATCH, "zero_stage": 0}),
-    "slots do not fit": (
-        lambda: needed(mesh_shape=BATCH, zero_stage=1),
-        {"mesh_shape": BATCH, "zero_stage": 1},
-    ),
-    "parameters do not fit": (
-        lambda: needed(mesh_shape=BATCH, zero_stage=3, recompute=False),
-        {"mesh_shape": BATCH, "zero_stage": 3, "recompute": False},
-    ),
-    "activations do not fit": (
-        lambda: needed(mesh_shape={"batch": 1, "model": 4}, zero_stage=0),
-        {"mesh_shape": {"batch": 1, "model": 4}},
-    ),
+    "slots do not fit": (build, {"mesh_shape": BATCH, "zero_stage": 1}),
+    "all fits": (build, {"mesh_shape": BATCH, "zero_stage": 0}),
+    "parameters do not fit": (deep, {"mesh_shape": BATCH, "zero_stage": 3, "recompute": False}),
+    "a batch axis does not fit": (deep, {"mesh_shape": MODEL, "zero_stage": 0}),
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_weights_match_plain_keras_whatever_the_memory_makes_it_choose(case):
-    limit, expected = CASES[case]
-    tfshard.initialize(memory_per_device=limit())
-    model = made(strategy="auto")
+    make, expected = CASES[case]
+    tfshard.initialize(memory_per_device=needed(make, **expected))
+    model = made(make, strategy="auto")
     assert not isinstance(model.distribute_strategy, tfshard.ShardedStrategy)  # No batch is known.
     options = {"batch_size": 64, "epochs": 3, "shuffle": False, "verbose": 0}
     history = model.fit(X, Y, **options).history
@@ -111,7 +108,7 @@ def test_losses_and_weights_match_plain_keras_whatever_the_memory_makes_it_choos
 
 
 def test_microbatches_and_recomputation_match_plain_keras_where_nothing_else_fits():
-    rows = np.tile(X, (32, 1)), np.tile(Y, 32)
+    rows = np.tile(X, (8, 1)), np.tile(Y, 8)
     model, plain = made(strategy="auto"), made()
     plainest = tfshard.advise(model, 4, 1 << 30, len(rows[0]), layout_map="auto", inputs=rows[0])
     limit = (
@@ -168,13 +165,14 @@ def generated():
 
 
 DATA = {
-    "tf.data of unknown batch size": lambda: {"x": unknown_sizes()},
+    "tf.data of unknown batch size": lambda: {"x": unknown_sizes(), "shuffle": False},
     "arrays smaller than a batch": lambda: {"x": X[:16], "y": Y[:16], "shuffle": False},
     "PyDataset": lambda: {"x": Slices(), "shuffle": False},
-    "generator": lambda: {"x": generated(), "steps_per_epoch": 3},
+    "generator": lambda: {"x": generated(), "steps_per_epoch": 3, "shuffle": False},
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("data", DATA)
 def test_the_first_batch_is_looked_at_and_still_trained_on_in_the_same_order(data):
     def small() -> keras.Model:
@@ -253,9 +251,12 @@ def test_nothing_that_fits_is_an_error_with_the_nearest_misses_before_any_step()
     assert isinstance(model.distribute_strategy, tfshard.ShardedStrategy)
 
 
+def odd() -> keras.Model:
+    """Return a model over whose variables no model axis can be laid."""
+    return keras.Sequential([keras.Input((12,)), keras.layers.Dense(3), keras.layers.Dense(5)])
+
+
 def test_a_batch_that_no_mesh_divides_is_an_error_that_names_batch_sizes():
-    def odd() -> keras.Model:
-        return keras.Sequential([keras.Input((12,)), keras.layers.Dense(3), keras.layers.Dense(5)])
 
     tfshard.initialize(memory_per_device="1GiB")
     with pytest.raises(DeviceMemoryError, match="multiple of 4, such as 16"):

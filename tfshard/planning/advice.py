@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,7 +22,7 @@ from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.operations import blocks
-from tfshard.planning import statistics_traffic, step_graph, variable_traffic
+from tfshard.planning import linter, statistics_traffic, step_graph, variable_traffic
 from tfshard.planning.analyzer import without_peak
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
@@ -177,8 +177,7 @@ def advise(
     With `machine` (measured by `tfshard calibrate`, or described in a file), `advise` prefers the fitting mesh and
     stage with the shortest steps. A step is the computation, repeated computation included, and the part of the
     collectives that the computation does not hide (docs/simulating.md). `links` replaces the links of the machine.
-    `advise` then considers blocks computed again at every stage, and microbatches as soon as nothing fits without
-    either.
+    If nothing fits otherwise, `advise` then considers blocks computed again at every stage, and microbatches.
 
     With `compression` and links, `advise` also considers each mesh and stage with the compression, and proposes it if
     it clearly pays: if collectives and encoding take at most nine tenths of the time of exact collectives, even if
@@ -262,6 +261,7 @@ def advise(
         timing=UpdateTiming.of(optimizer),
         inputs=None if activation_bytes is not None else inputs,
         machine=on,
+        automatic=automatic,
     )
     if on is not None and (step.inputs is None or not isinstance(model, keras.Model)):
         raise StrategyError(
@@ -273,8 +273,7 @@ def advise(
     candidates = []
     meshes = _meshes(devices, sizes if has_model_axis else None, known)
     maps = [auto_layout.resolve(layout_map, model, each) for each in meshes]
-    again = ZeroStage if on is not None else (ZeroStage.PARAMETERS,)
-    ways = [*((stage, False) for stage in ZeroStage), *((stage, True) for stage in again if has_blocks)]
+    ways = [*((stage, False) for stage in ZeroStage), *[(ZeroStage.PARAMETERS, True)] * has_blocks]
     for mesh_shape, chosen in zip(meshes, maps, strict=True):
         data_size = MeshAxes.of(mesh_shape).data_size
         possible = [each for each in reductions if data_size > 1 and _fits_mesh(each, mesh_shape)]
@@ -292,25 +291,17 @@ def advise(
                 continue
             activations = (activation_bytes or 0) * (batch // data_size)
             candidates.append(step.measure(empty, chosen, reduction, activations))
-    count, most = 2, max(batch // MeshAxes.of(each).data_size for each in meshes)
-    splits = step.inputs is not None and isinstance(model, keras.Model) and can_split(model)
-    while splits and count <= most and not any(each.fits and (on is None or not each.recompute) for each in candidates):
-        for mesh_shape, chosen in zip(meshes, maps, strict=True):
-            rows = batch // MeshAxes.of(mesh_shape).data_size
-            if batch % MeshAxes.of(mesh_shape).data_size or rows < count:
-                continue
-            empty = Candidate(
-                mesh_shape=mesh_shape,
-                zero_stage=ZeroStage.PARAMETERS,
-                microbatches=variable_layout.divisor_from(rows, count),
-                memory_per_device=memory_per_device,
+    if not any(each.fits and (on is None or not each.recompute) for each in candidates):
+        if on is not None and has_blocks:
+            ways += [(stage, True) for stage in ZeroStage if stage is not ZeroStage.PARAMETERS]
+            candidates += step.measure_split(meshes, maps, ways[-3:], batch=batch, count=1, memory=memory_per_device)
+        if step.inputs is not None and isinstance(model, keras.Model) and can_split(model):
+            candidates += _in_microbatches(
+                lambda count: step.measure_split(
+                    meshes, maps, ways, batch=batch, count=count, memory=memory_per_device
+                ),
+                max(batch // MeshAxes.of(each).data_size for each in meshes),
             )
-            for stage, recompute in ways:
-                way = dataclasses.replace(empty, zero_stage=stage, recompute=recompute)
-                candidates.append(step.measure(way, chosen, None, 0))
-        if any(each.fits and each.microbatches > 1 for each in candidates):
-            break
-        count *= 2
     if on is not None:
         candidates.sort(key=lambda each: math.inf if each.step_seconds is None else each.step_seconds)
     elif known is not None:
@@ -318,6 +309,29 @@ def advise(
         exact = {_where(each): each for each in candidates if each.compression is None}
         candidates.sort(key=lambda each: (each.recompute, _preferred_by(each, exact[_where(each)])))
     return _choose(candidates, activation_bytes is None and inputs is None, has_model_axis)
+
+
+def _in_microbatches(measure: Callable[[int], list[Candidate]], most: int) -> list[Candidate]:
+    """Return the candidates with the fewest microbatches with which something fits, by bisection over powers of 2.
+
+    Args:
+        measure: Returns the candidates with a number of microbatches.
+        most: The rows of a device.
+    """
+    counts = [1 << power for power in range(1, most.bit_length())]
+    found: dict[int, list[Candidate]] = {}
+    least, first = 0, len(counts) - 1
+    while counts and least <= first:
+        # The most microbatches come first: if nothing fits with them, nothing does.
+        place = first if not found else (least + first) // 2
+        found[counts[place]] = measure(counts[place])
+        if any(each.fits for each in found[counts[place]]):
+            first = place - 1
+        elif len(found) == 1:
+            break
+        else:
+            least = place + 1
+    return [each for count in sorted(found) for each in found[count]]
 
 
 def can_split(model: keras.Model) -> bool:
@@ -404,6 +418,7 @@ class _AdvisedStep:
         timing: When updates can run.
         inputs: The inputs of the model. None if they are unknown, or the caller gave the activations.
         machine: The machine, if it is known.
+        automatic: True if tfshard finds the layout maps.
     """
 
     model: ModelOrSpecs
@@ -415,6 +430,7 @@ class _AdvisedStep:
     timing: UpdateTiming
     inputs: Any
     machine: Machine | None
+    automatic: bool
 
     def measure(
         self, empty: Candidate, layout_map: LayoutMap, reduction: GradientReduction | None, activation_bytes: int
@@ -432,6 +448,9 @@ class _AdvisedStep:
             placement = ModelPlacement.of(self.specs, config, mesh_shape=empty.mesh_shape).check()
         except LayoutError as e:
             return dataclasses.replace(empty, problem=str(e))
+        if self.automatic and linter.shards_nothing(placement):
+            problem = f"layout_map='{AUTO}' finds nothing to shard over '{MODEL_AXIS}', so its devices would repeat each other"
+            return dataclasses.replace(empty, problem=problem)
         graph = step_graph.trace(
             self.model if self.inputs is not None else placement.specs,
             placement,
@@ -449,6 +468,42 @@ class _AdvisedStep:
             waits_in_backward=self.inputs is not None and bool(statistics_traffic.statistics_of(self.model)),
         )
         return self._timed(dataclasses.replace(empty, **dataclasses.asdict(peak)), placement, graph)
+
+    def measure_split(
+        self,
+        meshes: Sequence[Mapping[str, int]],
+        maps: Sequence[LayoutMap],
+        ways: Sequence[tuple[ZeroStage, bool]],
+        *,
+        batch: int,
+        count: int,
+        memory: int,
+    ) -> list[Candidate]:
+        """Return the candidates with at least `count` microbatches, on each mesh whose devices have as many rows.
+
+        Args:
+            meshes: The meshes.
+            maps: The layout map of each mesh.
+            ways: Stages, and whether blocks are computed again.
+            batch: Samples of a step.
+            count: Microbatches of a step. The number grows until it divides the rows of a device.
+            memory: Bytes of a device.
+        """
+        found = []
+        for mesh_shape, layout_map in zip(meshes, maps, strict=True):
+            rows, left = divmod(batch, MeshAxes.of(mesh_shape).data_size)
+            if left or rows < count:
+                continue
+            for stage, recompute in ways:
+                empty = Candidate(
+                    mesh_shape=dict(mesh_shape),
+                    zero_stage=stage,
+                    recompute=recompute,
+                    microbatches=variable_layout.divisor_from(rows, count),
+                    memory_per_device=memory,
+                )
+                found.append(self.measure(empty, layout_map, None, 0))
+        return found
 
     def _timed(self, empty: Candidate, placement: ModelPlacement, graph: StepGraph) -> Candidate:
         """Add the time of collectives and encoding, if the links are known."""

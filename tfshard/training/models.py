@@ -453,9 +453,11 @@ def _compile_automatically(model: keras.Model, compile_: Callable[..., None], op
 
 
 def _take_strategy(model: keras.Model, **options: Any) -> None:
-    """Take the place of `compile` for a compiled model that gets a strategy: XLA compiles no step on a mesh."""
+    """Take the place of `compile` for a compiled model that gets a strategy: XLA compiles no step on a mesh, and step
+    functions of an earlier strategy are dropped."""
     del options
     model.jit_compile = False
+    model.train_function = model.test_function = model.predict_function = None
 
 
 @process_lock.locked
