@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -449,7 +450,7 @@ class _AdvisedStep:
         except LayoutError as e:
             return dataclasses.replace(empty, problem=str(e))
         if self.automatic and linter.shards_nothing(placement):
-            problem = f"layout_map='{AUTO}' finds nothing to shard over '{MODEL_AXIS}', so its devices would repeat each other"
+            problem = f"layout_map='{AUTO}' finds nothing to shard over '{MODEL_AXIS}'"
             return dataclasses.replace(empty, problem=problem)
         graph = step_graph.trace(
             self.model if self.inputs is not None else placement.specs,
