@@ -259,7 +259,7 @@ def odd() -> keras.Model:
 def test_a_batch_that_no_mesh_divides_is_an_error_that_names_batch_sizes():
 
     tfshard.initialize(memory_per_device="1GiB")
-    with pytest.raises(DeviceMemoryError, match="multiple of 4, such as 16"):
+    with pytest.raises(StrategyError, match="its batch axis does not divide.*multiple of 4, such as 16"):
         made(odd, strategy="auto").train_on_batch(X[:13], Y[:13])
 
 

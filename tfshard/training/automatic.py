@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -117,7 +117,7 @@ def needs_choice(model: keras.Model, inputs: Any) -> bool:
     state = _states.get(model)
     if state is None:
         return False
-    if state.elements == 0:
+    if state.elements == 0 or not isinstance(_private.distribute_strategy(model), ShardedStrategy):
         return True
     if state.evaluates:
         return False
@@ -174,8 +174,10 @@ def _chosen(model: keras.Model, state: AutoStrategy, inputs: Any) -> tuple[Shard
     is_near = chosen is None
     if chosen is None:
         possible = [each for each in advised.candidates if each.problem is None]
-        if not state.evaluates or not possible:
-            raise DeviceMemoryError(_too_large(model, advised, memory, rows, started))
+        if not possible:
+            raise StrategyError(_impossible(model, advised, memory, rows, started))
+        if not state.evaluates:
+            raise DeviceMemoryError(_too_large(model, possible, memory, rows, started))
         # An evaluation takes less than a training step. The strategy for training is chosen again.
         chosen = min(possible, key=lambda each: each.needed_bytes)
     strategy: Any = _private.distribute_strategy(model)
@@ -271,7 +273,7 @@ def _advice(
         )
 
     try:
-        advice = advised(auto_layout.AUTO if started.num_devices > 1 else None)
+        advice = _with_model_axis(advised) if started.num_devices > 1 else advised(None)
     except LayoutError as error:
         raise StrategyError(
             f"strategy='auto' cannot plan a step of model '{model.name}': {error} Give "
@@ -279,6 +281,13 @@ def _advice(
         ) from error
     possible = tuple(each for each in advice.candidates if _can_run(model, each))
     return dataclasses.replace(advice, candidates=possible)
+
+
+def _with_model_axis(advised: Callable[[Any], Advice]) -> Advice:
+    """Return the advice with model axes, or without if no layouts can be found: the model's inputs are not known."""
+    with contextlib.suppress(LayoutError):
+        return advised(auto_layout.AUTO)
+    return advised(None)
 
 
 def _can_run(model: keras.Model, candidate: Candidate) -> bool:
@@ -328,23 +337,30 @@ def _tell(
         print(f"tfshard: {line}", file=sys.stderr, flush=True)
 
 
-def _too_large(model: keras.Model, advised: Advice, memory: DeviceMemory, rows: int, started: startup.Runtime) -> str:
-    """Return the message of the error that nothing fits: the nearest misses, and what helps."""
-    possible = sorted((each for each in advised.candidates if each.problem is None), key=lambda each: each.needed_bytes)
-    received = (
+def _received(memory: DeviceMemory, rows: int, started: startup.Runtime) -> str:
+    return (
         f"Received: batches of {rows} samples, {started.num_devices} {started.device_type} devices of "
         f"{tables.size(memory.bytes)} ({memory.origin})"
     )
-    if not possible:
-        devices = started.num_devices
-        reasons = {each.problem for each in advised.candidates}
-        return (
-            f"strategy='auto' found no mesh for model '{model.name}': {'; '.join(sorted(map(str, reasons)))}. Use a "
-            f"batch_size that is a multiple of {devices}, such as {-(-rows // devices) * devices}, or other devices "
-            f"(tfshard.initialize(num_devices=...)). {received}"
-        )
+
+
+def _impossible(model: keras.Model, advised: Advice, memory: DeviceMemory, rows: int, started: startup.Runtime) -> str:
+    """Return the message of the error that no mesh can take a batch: the reasons, and what helps."""
+    devices = started.num_devices
+    reasons = sorted({f"{code_of(each)}: {each.problem}" for each in advised.candidates if each.zero_stage == 0})
+    return (
+        f"strategy='auto' found no mesh for model '{model.name}'. {'; '.join(reasons)}. Use a batch_size that is a "
+        f"multiple of {devices}, such as {-(-rows // devices) * devices}, or other devices "
+        f"(tfshard.initialize(num_devices=...)). {_received(memory, rows, started)}"
+    )
+
+
+def _too_large(
+    model: keras.Model, possible: Sequence[Candidate], memory: DeviceMemory, rows: int, started: startup.Runtime
+) -> str:
+    """Return the message of the error that nothing fits: the nearest misses, and what helps."""
     nearest: dict[tuple[tuple[str, int], ...], Candidate] = {}
-    for each in possible:
+    for each in sorted(possible, key=lambda each: each.needed_bytes):
         nearest.setdefault(tuple(_axes(each).items()), each)
     misses = ", ".join(
         f"{code_of(each)}{' with recomputation' if each.recompute else ''} needs {tables.size(each.needed_bytes)}"
@@ -354,5 +370,5 @@ def _too_large(model: keras.Model, advised: Advice, memory: DeviceMemory, rows: 
         f"strategy='auto' found nothing that fits model '{model.name}' in the memory of a device. The nearest misses: "
         f"{misses}. Use a smaller batch or shorter sequences, more devices, mixed precision, a narrow slot_dtype, or "
         "give the memory that the devices really have (tfshard.initialize(memory_per_device=...)). "
-        f"{received}"
+        f"{_received(memory, rows, started)}"
     )
