@@ -26,6 +26,7 @@ tenth of a run warms up and does not count. The columns are:
   after the warm-up. Other processes of the machine disturb it less than they disturb the wall time.
 """
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -143,7 +144,7 @@ class Recorder:
         self._begin()
 
 
-def _model(way: str, scope: Callable, shape: tuple = (8,)):
+def _model(scope: Callable, shape: tuple = (8,)):
     """Return a compiled model."""
     import keras
 
@@ -182,30 +183,16 @@ def steps(way: str, scope: Callable, recorder: Recorder) -> None:
     """Train in one epoch of `fit`."""
     import tensorflow as tf
 
-    model = _model(way, scope)
+    model = _model(scope)
     data = tf.data.Dataset.from_tensor_slices(_arrays(64, 8)).batch(BATCH_SIZE, drop_remainder=True).repeat()
-
-    import keras
-
-    class Count(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            recorder.unit()
-            if recorder.is_over:
-                raise _OverError
-
-    try:
-        model.fit(data, steps_per_epoch=UNITS["steps"], verbose=0, callbacks=[Count()])
-    except _OverError:
-        pass
-
-
-class _OverError(Exception):
-    """Ends an epoch."""
+    model.fit(
+        data, steps_per_epoch=UNITS["steps"], verbose=0, callbacks=[_callback(recorder, "on_train_batch_end")],
+    )  # fmt: skip
 
 
 def shapes(way: str, scope: Callable, recorder: Recorder) -> None:
     """Train on batches of 50 shapes."""
-    model = _model(way, scope, (None, 8))
+    model = _model(scope, (None, 8))
     batches = [_arrays(size, length, 8) for size in range(1, 11) for length in (3, 5, 8, 13, 21)]
     while True:
         for batch in batches:
@@ -217,7 +204,7 @@ def shapes(way: str, scope: Callable, recorder: Recorder) -> None:
 
 def epochs(way: str, scope: Callable, recorder: Recorder) -> None:
     """Train in epochs with validation."""
-    model = _model(way, scope)
+    model = _model(scope)
     x, y = _arrays(64, 8)
     model.fit(
         x, y, batch_size=BATCH_SIZE, epochs=UNITS["epochs"], validation_data=(x[:32], y[:32]), verbose=0,
@@ -229,7 +216,7 @@ def compiles(way: str, scope: Callable, recorder: Recorder) -> None:
     """Train fresh models."""
     x, y = _arrays(16, 8)
     while not recorder.is_over:
-        model = _model(way, scope)
+        model = _model(scope)
         model.fit(x, y, batch_size=BATCH_SIZE, verbose=0)
         del model
         recorder.unit()
@@ -240,7 +227,7 @@ def checkpoints(way: str, scope: Callable, recorder: Recorder) -> None:
     import keras
 
     x, y = _arrays(64, 8)
-    model = _model(way, scope)
+    model = _model(scope)
     with tempfile.TemporaryDirectory() as directory:
         if way == "one device":
             saving = keras.callbacks.BackupAndRestore(directory, save_freq=1)
@@ -260,8 +247,6 @@ RUNS = {"steps": steps, "shapes": shapes, "epochs": epochs, "compiles": compiles
 
 def measure(run: str, way: str) -> dict:
     """Measure a run in this process."""
-    import contextlib
-
     warnings.simplefilter("ignore")
     scopes: Callable = contextlib.nullcontext
     if way != "one device":
