@@ -21,6 +21,7 @@ from absl import app, flags
 
 import tfshard
 from tfshard import _private, command_line
+from tfshard.clusters import cluster_report, run_secret
 from tfshard.devices import gpus, startup
 from tfshard.doctor import all_devices, check_runs, environment, parity_check
 from tfshard.errors import ShardingError
@@ -180,13 +181,15 @@ def _launch(values: flags.FlagValues, arguments: list[str]) -> int:
 def _launch_options(values: flags.FlagValues, command: tuple[str, ...]) -> options.Launch:
     """Return the options of a launch: those flags that have a value, and the hosts and their secret."""
     found = hosts.find_hosts(values.hosts, values.host_index)
+    values["port"].value = values.port or found.port
     names = {field.name for field in dataclasses.fields(options.Launch)} & set(values)
     given: dict[str, Any] = {name: values[name].value for name in names - {"hosts", "host_index"}}
     return options.Launch(
         command=command,
         hosts=found.names,
         host_index=found.index,
-        secret=hosts.read_secret(values.secret_file),
+        identity=found.identity,
+        secret=run_secret.read_secret(values.secret_file),
         **given,
     )
 

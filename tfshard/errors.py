@@ -90,6 +90,14 @@ class LaunchError(ShardingError):
     """The run cannot be launched as requested."""
 
 
+class ClusterError(LaunchError):
+    """A cluster's environment variables lack something or contradict each other."""
+
+
+class SpawnError(LaunchError):
+    """A process of `tfshard.spawn` failed. The message has the traceback of that process."""
+
+
 # The packages with frames between a user's line and a tfshard warning.
 _BETWEEN = ("tfshard", "keras", "keras_hub", "tensorflow", "optree", "contextlib", "functools")
 

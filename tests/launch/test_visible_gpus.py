@@ -7,8 +7,7 @@ import pytest
 import fake_gpus
 import launched
 import tfshard
-from tfshard.devices import gpus
-from tfshard.launch import visible_gpus
+from tfshard.devices import gpus, visible_gpus
 from tfshard.launch.options import Launch
 
 
