@@ -41,6 +41,7 @@ if not command_line.is_answered_alone():
     from tfshard.devices import create_mesh, initialize, shutdown
     from tfshard.errors import ShardingError
     from tfshard.graph import abstract_model, auto_layout_map
+    from tfshard.launch.spawning import spawn
     from tfshard.layouts import LayoutMap
     from tfshard.measure import profile_network, profile_step
     from tfshard.operations.local_map import local_map, psum
@@ -99,5 +100,6 @@ __all__ = [
     "random_map",
     "shutdown",
     "simulate",
+    "spawn",
     "verify",
 ]

@@ -22,6 +22,7 @@ from absl import app, flags
 import tfshard
 from tfshard import _private, command_line
 from tfshard.clusters import cluster_report, run_secret
+from tfshard.clusters.finding import CHOICE, NONE
 from tfshard.devices import gpus, startup
 from tfshard.doctor import all_devices, check_runs, environment, parity_check
 from tfshard.errors import ShardingError
@@ -148,6 +149,8 @@ def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
 
 def _verify(values: flags.FlagValues, arguments: list[str]) -> int:
     axes = command_line.parse_mesh(values.mesh)
+    # In one process, also in a shell that a cluster started.
+    os.environ.setdefault(CHOICE, NONE)
     build = _load_function(arguments[0])
     batch = _load_function(values.batch or f"{arguments[0].rpartition(':')[0]}:batch")
     devices = math.prod(axes.values())
@@ -199,6 +202,10 @@ def _launch_options(values: flags.FlagValues, command: tuple[str, ...]) -> optio
 
 def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
     del arguments
+    if values[command_line.CLUSTER].value:
+        lines, code = cluster_report.report()
+        print("\n".join(lines))
+        return code
     if values[command_line.ALL_DEVICES].value:
         return all_devices.check_all_devices(_doctor_options(values))
     for package, version in environment.versions().items():
@@ -243,7 +250,8 @@ def _doctor_options(values: flags.FlagValues) -> check_runs.DoctorOptions:
 
 
 def _start_devices() -> startup.Runtime:
-    """Start all accelerators, or two logical CPU devices."""
+    """Start all accelerators, or two logical CPU devices, of this process alone."""
+    os.environ.setdefault(CHOICE, NONE)
     if startup.current() is None and not tf.config.list_physical_devices("GPU"):
         return tfshard.initialize(num_devices=2)
     return tfshard.initialize()

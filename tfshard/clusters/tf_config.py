@@ -25,7 +25,8 @@ def read(environment: Mapping[str, str]) -> ClusterRun | None:
     Raises:
         ClusterError: TF_CONFIG is no such JSON, or its task does not train.
 
-    >>> read({"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:2"]}, "task": {"type": "worker", "index": 0}}'}).index
+    >>> task = '"task": {"type": "worker", "index": 0}'
+    >>> read({"TF_CONFIG": f'{{"cluster": {{"chief": ["a:1"], "worker": ["b:2"]}}, {task}}}'}).index
     1
     """
     if not environment.get("TF_CONFIG", "").strip():
@@ -114,7 +115,7 @@ def _check_role(role: object, system: str) -> None:
         )
     if role == "ps":
         raise ClusterError(
-            f"{system} says that this task is a parameter server. tfshard has none: the chief and the workers store the "
-            f"parameters in shards. Ask the cluster for workers instead. Received: task type {role!r}"
+            f"{system} says that this task is a parameter server. tfshard has none: the chief and the workers store "
+            f"the parameters in shards. Ask the cluster for workers instead. Received: task type {role!r}"
         )
     raise ClusterError(f"{system} must give the task a type. Types: {_ROLES}. Received: {role!r}")

@@ -2,8 +2,9 @@
 
 A process that was started alone is `Alone` and has nobody to agree with. A client of a launched run is `Launched`. Its
 launcher (leader.py, follower.py) started it with `Settings` in its environment, or a cluster started it and
-`cluster_members` made the settings. `startup.initialize` makes it join the run before DTensor starts. From then on, the client reports its operations, and a thread sends heartbeats. When the
-connection closes, the launcher is gone, and the client ends too.
+`cluster_members` made the settings. `startup.initialize` makes it join the run before DTensor starts. From then on,
+the client reports its operations, and a thread sends heartbeats. When the connection closes, the launcher is gone, and
+the client ends too.
 """
 
 import abc
@@ -326,8 +327,7 @@ class Launched(Clients):
             self._connection = _connected(settings, wait or 0.0)
         except (OSError, ControlError, ValueError) as error:
             raise InitializationError(
-                f"The launcher cannot be reached on its control channel: {error}. "
-                f"Received: TFSHARD_CONTROL={settings.control}"
+                f"The launcher cannot be reached on its control channel: {error}. Received: {settings.control}"
             ) from None
         self.settings = dataclasses.replace(settings, address=settings.address or self._connection.own_address)
         if not self._has_launcher:
@@ -376,8 +376,8 @@ class Launched(Clients):
     ) -> None:
         if not self._is_in_order():
             raise ClientError(
-                f"Only the {self._thread_name()} of a client can take part in {what}: the order of other threads differs "
-                f"between clients. Received: thread '{threading.current_thread().name}'"
+                f"Only the {self._thread_name()} of a client can take part in {what}: the order of other threads "
+                f"differs between clients. Received: thread '{threading.current_thread().name}'"
             )
         number, self._agreements = self._agreements, self._agreements + 1
         wait = self.settings.first_step_timeout if timeout is None else timeout
@@ -436,8 +436,8 @@ class Launched(Clients):
             before, text = self._last_failure
             if text is _LEFT:
                 raise ClientError(
-                    f"Client {self.rank} has left the run with tfshard.shutdown(), and cannot join another one. Start a "
-                    f"new process. Received: {label}"
+                    f"Client {self.rank} has left the run with tfshard.shutdown(), and cannot join another one. Start "
+                    f"a new process. Received: {label}"
                 )
             raise ClientError(
                 f"Client {self.rank} cannot go on after {before} failed: TensorFlow then aborts NCCL's communicators "

@@ -38,8 +38,8 @@ def join(run: ClusterRun) -> clients.Launched:
     secret = read_secret(None)
     if secret is not None and len(secret) < LEAST_CHARACTERS:
         raise InitializationError(
-            f"The secret of a run must have at least {LEAST_CHARACTERS} characters. Make one for each run: openssl rand "
-            f"-hex 32. Received: {len(secret)} characters"
+            f"The secret of a run must have at least {LEAST_CHARACTERS} characters. Make one for each run: "
+            f"openssl rand -hex 32. Received: {len(secret)} characters"
         )
     control = f"[{run.coordinator}]:{run.port}" if ":" in run.coordinator else f"{run.coordinator}:{run.port}"
     if run.index == 0:

@@ -181,8 +181,8 @@ def shutdown() -> None:
     """Leave the run of a cluster, in a process that goes on afterwards, such as an actor of Ray.
 
     Waits until all clients have come to their ends. In a `finally` block, after an error, it reports the error instead,
-    and the other clients end. Later steps of this process are a `ClientError`. Does nothing in a process that runs alone
-    or that `tfshard launch` started, where the end of the script does the same.
+    and the other clients end. Later steps of this process are a `ClientError`. Does nothing in a process that runs
+    alone or that `tfshard launch` started, where the end of the script does the same.
 
     Example:
 

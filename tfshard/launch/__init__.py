@@ -12,6 +12,8 @@ A *launcher* starts and watches the clients of its host. The launcher of host 0 
     coordinator_process   the program of the coordinator's process
     follower      the launcher of any other host
     launcher      `launch`: leads or follows
+    spawning      `spawn`: a function in the processes of a local run
+    spawned       the program of each process of `spawn`
 """
 
 from tfshard.launch.launcher import launch

@@ -14,7 +14,7 @@ class Hosts:
     """The hosts of a run.
 
     Attributes:
-        names: The names or addresses of the hosts, equal on all hosts. Empty texts where the cluster does not tell them.
+        names: The names or addresses of the hosts, equal on all hosts. Empty where the cluster does not tell them.
         index: The index of this host.
         port: The port of the first host's launcher. 0: the default.
         identity: What the launchers of a cluster's run agree on (`ClusterRun.identity`), or None.

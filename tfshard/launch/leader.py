@@ -357,8 +357,8 @@ class Leader:
         elif client.connection is not None or client.facts:
             reason = (
                 f"Two processes call themselves client {number}: process {client.pid} on "
-                f"{name_of_host(self._options, client.host)} and process {pid} on {connection.peer_address}. Each process "
-                "needs a different TFSHARD_CLIENT_ID, which 'tfshard launch' sets."
+                f"{name_of_host(self._options, client.host)} and process {pid} on {connection.peer_address}. Each "
+                "process needs a different TFSHARD_CLIENT_ID, which 'tfshard launch' sets."
             )
         elif first is not None:
             for name, value in message["facts"].items():
