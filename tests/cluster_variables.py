@@ -37,8 +37,9 @@ def sagemaker(index: int, hosts: tuple[str, str], port: int) -> dict[str, str]:
     """Return the variables of the training toolkit on two instances."""
     del port
     config = {
-        "current_group_name": "homogeneousCluster", "current_host": hosts[index], "current_instance_type": "ml.c5.xlarge",
-        "hosts": list(hosts), "instance_groups": [], "network_interface_name": "eth0",
+        "current_group_name": "homogeneousCluster", "current_host": hosts[index],
+        "current_instance_type": "ml.c5.xlarge", "hosts": list(hosts), "instance_groups": [],
+        "network_interface_name": "eth0",
     }  # fmt: skip
     return {
         "SM_HOSTS": json.dumps(list(hosts)), "SM_CURRENT_HOST": hosts[index], "SM_RESOURCE_CONFIG": json.dumps(config),
@@ -53,7 +54,8 @@ def slurm(index: int, hosts: tuple[str, str], port: int) -> dict[str, str]:
     nodes = hosts[0] if same else ",".join(hosts)
     return {
         "SLURM_JOB_ID": "4711", "SLURM_JOBID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_NNODES": "2",
-        "SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1" if same else "2",
+        "SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1" if same else "2",
         "SLURM_STEP_NODELIST": nodes, "SLURM_STEP_TASKS_PER_NODE": "2" if same else "1(x2)", "SLURM_PROCID": str(index),
         "SLURM_LOCALID": str(index) if same else "0", "SLURM_NODEID": "0" if same else str(index),
         "SLURMD_NODENAME": hosts[index], "SLURM_LAUNCH_NODE_IPADDR": hosts[0],
@@ -66,7 +68,8 @@ def torchrun(index: int, hosts: tuple[str, str], port: int) -> dict[str, str]:
     return {
         "RANK": str(index), "WORLD_SIZE": "2", "LOCAL_RANK": str(index) if same else "0",
         "LOCAL_WORLD_SIZE": "2" if same else "1", "GROUP_RANK": "0" if same else str(index),
-        "GROUP_WORLD_SIZE": "1" if same else "2", "ROLE_RANK": str(index), "ROLE_NAME": "default", "ROLE_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "1" if same else "2", "ROLE_RANK": str(index), "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": "2",
         "MASTER_ADDR": hosts[0], "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",

@@ -50,11 +50,10 @@ def train(mode: str = "train") -> dict:
     found = losses(model)
     if started.client_id == 1:
         _fail(mode)
-    if mode != "train":
+    if mode in ("raise", "die"):
         losses(model)
-    if mode == "train":
-        child = [sys.executable, "-c", "import os; print(os.environ.get('TFSHARD_SECRET'))"]
-        secret = subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip()
+    child = [sys.executable, "-c", "import os; print(os.environ.get('TFSHARD_SECRET'))"]
+    secret = subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip()
     layouts = [getattr(weight.value, "layout", None) for weight in model.trainable_weights if len(weight.shape) == 2]
     return {
         "client": started.client_id,

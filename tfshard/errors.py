@@ -79,7 +79,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class ClientError(ShardingError):
-    """Clients of a launched run disagree, a client did not come, or the run must restart after a failed step."""
+    """Clients disagree or one did not come, the run must restart after a failed step, or a spawned process failed."""
 
 
 class CollectiveError(ShardingError):
@@ -92,10 +92,6 @@ class LaunchError(ShardingError):
 
 class ClusterError(LaunchError):
     """A cluster's environment variables lack something or contradict each other."""
-
-
-class SpawnError(LaunchError):
-    """A process of `tfshard.spawn` failed. The message has the traceback of that process."""
 
 
 # The packages with frames between a user's line and a tfshard warning.

@@ -77,7 +77,10 @@ def test_the_chief_is_the_first_member_and_parameter_servers_are_left_out():
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, "TF_CONFIG must look like"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not.*Received: RANK=0, WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "torchrun needs MASTER_PORT"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK must be an integer from 0 to 1"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK must be an integer from 0 to 1",
+        ),
         (
             {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
             "does not tell the address of rank 0.*-x TFSHARD_COORDINATOR",
@@ -88,7 +91,10 @@ def test_the_chief_is_the_first_member_and_parameter_servers_are_left_out():
             "contradict each other: 3 tasks on 2 nodes",
         ),
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-", "SLURM_PROCID": "0"}, "cannot be parsed"),
-        ({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "c"}, r"not one of the hosts. Hosts: \['a', 'b'\].*Received: 'c'"),
+        (
+            {"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "c"},
+            r"not one of the hosts. Hosts: \['a', 'b'\].*Received: 'c'",
+        ),
         (
             {"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "a", "SM_RESOURCE_CONFIG": '{"current_host": "b"}'},
             "SM_RESOURCE_CONFIG contradicts",

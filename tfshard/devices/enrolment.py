@@ -114,6 +114,6 @@ def enrolled_secret(
 WARNING = (
     "no secret was given, so the coordinator hands one to the first process that claims each member's place. That "
     "keeps out listeners and later strangers, not somebody who can change the traffic or comes first. On a network "
-    "that you share, set TFSHARD_SECRET (openssl rand -hex 32) or TFSHARD_SECRET_FILE on all members; see: tfshard docs "
-    "security."
+    "that you share, set TFSHARD_SECRET (openssl rand -hex 32) or TFSHARD_SECRET_FILE on all members; see: tfshard "
+    "docs security."
 )

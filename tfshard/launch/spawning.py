@@ -15,7 +15,7 @@ import cloudpickle
 
 from tfshard.clusters.finding import CHOICE, NONE
 from tfshard.devices import clients
-from tfshard.errors import LaunchError, SpawnError
+from tfshard.errors import ClientError, LaunchError
 from tfshard.launch.launcher import signals
 from tfshard.launch.leader import Leader
 from tfshard.launch.options import Launch
@@ -49,7 +49,7 @@ def spawn(
         The results in the order of the clients.
 
     Raises:
-        SpawnError: A process failed. All others have been ended. The message has the traceback of that process, and
+        ClientError: A process failed. All others have been ended. The message has the traceback of that process, and
             `__cause__` is its exception if that can be pickled.
         LaunchError: The options are wrong, the function cannot be pickled, or this process is a client itself.
         KeyboardInterrupt: ^C ended the processes.
@@ -119,16 +119,16 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _failure(folder: pathlib.Path, code: int) -> SpawnError:
+def _failure(folder: pathlib.Path, code: int) -> ClientError:
     """Return the error of the client that failed first, or of the run."""
     files = sorted(folder.glob(f"{ERROR}*"), key=lambda file: file.stat().st_mtime_ns)
     # After the first client's own error, others may have had errors of their lost connections.
     for file in files:
         text, kind, pickled = pickle.loads(file.read_bytes())
-        error = SpawnError(f"Client {file.name.removeprefix(ERROR)} raised {kind}. Its traceback:\n\n{text}")
+        error = ClientError(f"Client {file.name.removeprefix(ERROR)} raised {kind}. Its traceback:\n\n{text}")
         error.__cause__ = _loaded(pickled)
         return error
-    return SpawnError(
+    return ClientError(
         f"A process ended without a result. The launcher's lines above name the process and the reason. "
         f"Received: exit code {code}"
     )

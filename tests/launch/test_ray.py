@@ -1,0 +1,76 @@
+"""The recipe of docs/clusters.md for Ray, on a local Ray of two workers."""
+
+import importlib.util
+import json
+import subprocess
+
+import keras
+import numpy as np
+import pytest
+
+import launched
+import parity
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed: pip install tfshard[ray]", allow_module_level=True)
+
+STEPS = 2
+# In a process of its own: Ray starts threads, and takes over signals.
+PROGRAM = f"""
+import json, sys
+sys.path.insert(0, {str(launched.ROOT / "examples")!r})
+import on_ray
+found = on_ray.main(
+    2, {STEPS}, host="127.0.0.1", _node_ip_address="127.0.0.1", num_cpus=2, include_dashboard=False, logging_level=40
+)
+print("FOUND", json.dumps(found))
+"""
+# Ray Train runs the function in a thread. Its trainers need packages of ray[train].
+TRAINER = f"""
+import json, os, sys
+sys.path.insert(0, {str(launched.ROOT / "examples")!r})
+import on_ray, ray
+from ray import train
+from ray.train.tensorflow import TensorflowTrainer
+
+def loop(config):
+    train.report({{"losses": on_ray.train({STEPS})}})
+
+variables = {{"PYTHONHASHSEED": "0", "TFSHARD_DEVICES_PER_PROCESS": "1"}}
+ray.init(num_cpus=3, include_dashboard=False, logging_level=40, _node_ip_address="127.0.0.1",
+         runtime_env={{"env_vars": variables}})
+trainer = TensorflowTrainer(loop, scaling_config=train.ScalingConfig(num_workers=2))
+print("FOUND", json.dumps([trainer.fit().metrics["losses"]]))
+"""
+
+
+def plain() -> list[float]:
+    """Return the losses of the example's model on one device."""
+    random = np.random.RandomState(0)
+    x, y = random.randn(8, 6).astype("float32"), random.randn(8, 2).astype("float32")
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(2)])
+    model.compile(parity.dense_gradients(keras.optimizers.Adam(0.1)), "mse", jit_compile=False)
+    return [float(model.train_on_batch(x, y)) for _ in range(STEPS)]
+
+
+def losses(program: str) -> list[list[float]]:
+    done: subprocess.CompletedProcess = launched.run("-c", program, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = launched.said(done, "FOUND ")
+    return json.loads(found)
+
+
+def test_actors_of_ray_train_as_one_device():
+    found = losses(PROGRAM)
+    assert len(found) == 2
+    for each in found:
+        np.testing.assert_allclose(each, plain(), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_rays_tensorflow_trainer_trains_as_one_device():
+    if any(importlib.util.find_spec(name) is None for name in ("pandas", "pyarrow")):
+        pytest.skip("Ray Train is not installed: pip install ray[train]")
+    for each in losses(TRAINER):
+        np.testing.assert_allclose(each, plain(), rtol=1e-5)
