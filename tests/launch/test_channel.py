@@ -243,6 +243,7 @@ def test_each_member_gets_the_secret_once_and_can_use_it(coordinator):
         connection.send("hello", number=member)
         assert coordinator.events.get(timeout=5).message == {"kind": "hello", "number": member}
         connection.close()
+        assert coordinator.events.get(timeout=5).message is None
     assert coordinator.members.fault is None
     with pytest.raises(tfshard.errors.LaunchError, match="all 3 members have come.*set TFSHARD_SECRET"):
         secret_for(coordinator, 2)
@@ -300,15 +301,19 @@ def test_a_listener_does_not_see_the_secret(coordinator):
             target.shutdown(socket.SHUT_RDWR)
 
     def relay():
-        inner, _ = proxy.accept()
         host, port = coordinator.address.split(":")
-        outer = socket.create_connection((host, int(port)))
-        threading.Thread(target=copy, args=(outer, inner), daemon=True).start()
-        copy(inner, outer)
+        inner, _ = proxy.accept()
+        with inner, socket.create_connection((host, int(port))) as outer:
+            back = threading.Thread(target=copy, args=(outer, inner), daemon=True)
+            back.start()
+            copy(inner, outer)
+            back.join()
 
-    threading.Thread(target=relay, daemon=True).start()
+    relaying = threading.Thread(target=relay, daemon=True)
+    relaying.start()
     address = f"127.0.0.1:{proxy.getsockname()[1]}"
     secret = enrolment.enrolled_secret(address, 1, RUN, seconds=5)
+    relaying.join(5)
     proxy.close()
     seen = b"".join(recorded)
     assert b"enrolled" in seen, "premise: the whole exchange was recorded"

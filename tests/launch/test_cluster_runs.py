@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -20,8 +21,7 @@ from tools.fault_runs import watched
 from tools.host_runs import network
 
 SECRET = {"TFSHARD_SECRET": "0123456789abcdef" * 4}
-# Two members fail in these runs, one after the other.
-FAILING = ("raise", "die")
+MEMBER = str(launched.ROOT / "tools" / "fault_runs" / "bare_member.py")
 
 
 def hosts() -> tuple[str, str]:
@@ -49,20 +49,18 @@ def clean_environment() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A run: the exit code and the output of each member, and the seconds it took."""
+    """A run: the exit code and the output of each member."""
 
     codes: list[int]
     said: list[str]
-    seconds: float
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Ended]:
-    """Run all systems and failures, from one process that has imported TensorFlow."""
-    wanted = [[system, "train", variables(system, hosts())] for system in cluster_variables.SYSTEMS]
-    wanted += [["one machine", "train", variables("torchrun", ("127.0.0.1", "127.0.0.1"))]]
-    wanted += [[f"secret, {mode}", mode, [{**each, **SECRET} for each in variables("Kubeflow TFJob", hosts())]]
-               for mode in ("train", *FAILING)]  # fmt: skip
+    """Train with the variables of all systems, from one process that has imported TensorFlow."""
+    wanted = [[system, variables(system, hosts())] for system in cluster_variables.SYSTEMS]
+    wanted += [["one machine", variables("torchrun", ("127.0.0.1", "127.0.0.1"))]]
+    wanted += [["secret", [{**each, **SECRET} for each in variables("Kubeflow TFJob", hosts())]]]
     environment = {**clean_environment(), "PYTHONHASHSEED": "0", "PYTHONPATH": f"{launched.ROOT}:{launched.HERE}"}
     done = subprocess.run(
         [sys.executable, str(launched.HERE / "launched_clusters.py"), json.dumps(wanted)],
@@ -70,10 +68,10 @@ def runs() -> dict[str, Ended]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in launched.said(done, "RUN ")]
-    return {name: Ended(codes=codes, said=said, seconds=seconds) for name, codes, said, seconds in found}
+    return {name: Ended(codes=codes, said=said) for name, codes, said in found}
 
 
-@pytest.mark.parametrize("system", [*cluster_variables.SYSTEMS, "one machine", "secret, train"])
+@pytest.mark.parametrize("system", [*cluster_variables.SYSTEMS, "one machine", "secret"])
 def test_processes_that_the_cluster_starts_train_as_one_device(runs, system):
     run = runs[system]
     assert run.codes == [0, 0], "\n".join(run.said)
@@ -87,24 +85,71 @@ def test_processes_that_the_cluster_starts_train_as_one_device(runs, system):
         assert client["secret"] == "None", "child processes do not inherit the secret"
 
 
-@pytest.mark.parametrize("system", ["Vertex AI", "secret, train"])
+@pytest.mark.parametrize("system", ["Vertex AI", "secret"])
 def test_only_a_run_without_a_secret_warns_and_names_the_stronger_way(runs, system):
     warned = ["warning: no secret was given" in said and "TFSHARD_SECRET" in said for said in runs[system].said]
     assert warned == [system == "Vertex AI", False]
 
 
-def test_the_error_of_one_process_ends_the_others_with_its_text(runs):
-    run = runs["secret, raise"]
-    assert run.codes == [75, 1], "\n".join(run.said)
-    assert "ValueError: the script's own error" in run.said[0]
-    assert re.search("client 0 ends with the run: Client 1 failed.*\n.*the script's own error", run.said[0])
+# By fault of a member between steps: the exit codes of both members, and what the other one says.
+FAULTS = {
+    "raise": ([75, 1], "client 0 ends with the run: Client 1 failed.*RuntimeError: the disk is full"),
+    "raise, on member 0": ([1, 75], "client 1 ends with the run: Client 0 failed.*RuntimeError: the disk is full"),
+    "kill": ([75, -9], "client 0 ends with the run: Client 1 is gone after .*its process ended without an error"),
+    "kill, on member 0": ([-9, 75], "client 1 ends with the run: Client 0 is gone after "),
+    "exit": ([1, 0], r"ClientError: Clients \[1\] did not reach the gradients in time"),
+}
+SHORT = {"TFSHARD_STEP_TIMEOUT": "2", "TFSHARD_FIRST_STEP_TIMEOUT": "2"}
 
 
-def test_a_process_that_dies_ends_the_others_with_its_number(runs):
-    run = runs["secret, die"]
-    assert run.codes == [75, 3], "\n".join(run.said)
-    assert "Client 1 is gone after training step 2: its process ended without an error" in run.said[0]
-    assert run.seconds < 30
+def members(environments, *arguments, wrap=lambda index: ()) -> list[subprocess.Popen]:
+    """Start members without TensorFlow."""
+    return [
+        subprocess.Popen(
+            [*wrap(index), sys.executable, MEMBER, *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            env={**clean_environment(), **each},
+        )
+        for index, each in enumerate(environments)
+    ]  # fmt: skip
+
+
+@sweeps.table("faults of members", "fault", FAULTS, always=["kill", "kill, on member 0", "raise"])
+def test_a_member_that_fails_ends_the_others_with_the_cause(fault):
+    codes, message = FAULTS[fault]
+    what, _, first = fault.partition(", ")
+    environments = [{**each, **SECRET, **SHORT} for each in variables("torchrun", hosts())]
+    begin = time.monotonic()
+    started = members(environments, "--steps=1000", f"--fault={what}", f"--client={0 if first else 1}")
+    said = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == codes, said
+    assert re.search(message, said[1 if first else 0], re.DOTALL), said
+    assert time.monotonic() - begin < 15
+
+
+def test_a_process_leaves_the_run_with_shutdown_and_goes_on():
+    started = members(variables("Ray Train", hosts()), "--steps=2", "--shutdown")
+    said = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert "[client 0] goes on" in said[0] and "[client 1] goes on" in said[1]
+    assert not any("is gone" in text for text in said)
+
+
+@pytest.mark.slow
+def test_members_whose_cable_is_pulled_end():
+    if (why := network.missing()) is not None:
+        pytest.skip(f"no network of hosts: {why}")
+    with network.connected(2, "1gbit") as made:
+        environments = variables("torchrun", made.addresses)
+        started = members(environments, "--steps=100000", wrap=lambda index: made.on(index))
+        time.sleep(5)
+        assert [process.poll() for process in started] == [None, None], "premise: they run"
+        made.set_link(1, up=False)
+        begin = time.monotonic()
+        said = [process.communicate(timeout=90)[0] for process in started]
+        assert 10 < time.monotonic() - begin < 45
+    assert [process.returncode for process in started] == [75, 75], said
+    assert "[client 0] step 2 of 2 clients" in said[0], "premise: they had trained"
 
 
 # --- one launcher on each host ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 from tfshard.devices.channel import Connection
 from tfshard.launch.launcher import signals
 from tfshard.launch.leader import Leader
-from tfshard.launch.options import Launch
+from tfshard.launch.options import Launch, log_as
 from tfshard.launch.watchdog import Failure, WatchedClient
 
 
@@ -71,6 +71,7 @@ def serve(options: Mapping[str, Any], tell: Any) -> int:
         options: The host, port, secret, number of clients, identity and time limits.
         tell: A function that takes the address and the secret once the coordinator listens.
     """
+    log_as("tfshard coordinator")
     launch = Launch(
         command=(),
         num_processes=options["num_clients"],

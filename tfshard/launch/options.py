@@ -116,8 +116,19 @@ def name_of_host(options: Launch, index: int) -> str:
     return options.hosts[index] or f"of member {index}"
 
 
+class _Log:
+    """Prints what a launcher says, with the name of its program."""
+
+    program = "tfshard launch"
+
+
 def log(text: str) -> None:
-    print(f"tfshard launch: {text}", file=sys.stderr, flush=True)
+    print(f"{_Log.program}: {text}", file=sys.stderr, flush=True)
+
+
+def log_as(program: str) -> None:
+    """Give the lines of `log` another program's name."""
+    _Log.program = program
 
 
 class Clock:
