@@ -207,7 +207,10 @@ def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
         print("\n".join(lines))
         return code
     if values[command_line.ALL_DEVICES].value:
-        return all_devices.check_all_devices(_doctor_options(values))
+        options_of_doctor = _doctor_options(values)
+        # The doctor launches the clients itself. Checks in one process run alone.
+        os.environ.setdefault(CHOICE, NONE)
+        return all_devices.check_all_devices(options_of_doctor)
     for package, version in environment.versions().items():
         print(f"{package:12} {version}")
     started = _start_devices()

@@ -19,6 +19,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -319,12 +320,13 @@ class Server:
             connection.send("refused", reason=reason)
 
 
-def check_private(host: str, *, allow_public: bool = False) -> str:
+def check_private(host: str, *, allow_public: bool = False, wait: float = 0.0) -> str:
     """Return the IP address of `host`, which must be loopback or private.
 
     Args:
         host: A name or an IP address of this machine.
         allow_public: If True, allow any address.
+        wait: The seconds to wait for the name. Clusters may publish names after the machines start.
 
     Raises:
         LaunchError: The host has no address, or a public one.
@@ -336,15 +338,22 @@ def check_private(host: str, *, allow_public: bool = False) -> str:
     ...
     tfshard.errors.LaunchError: The control channel listens on loopback and private addresses only. ...
     """
-    try:
-        address = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)[0][4][0]
-    except OSError as error:
-        raise LaunchError(f"The address of '{host}' cannot be found: {error}. Received: address={host!r}") from None
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            address = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)[0][4][0]
+            break
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(0.5)
+                continue
+            reason = str(error)
+        raise LaunchError(f"The address of '{host}' cannot be found: {reason}. Received: address={host!r}")
     ip = ipaddress.ip_address(str(address).partition("%")[0])
     if (ip.is_global or ip.is_unspecified or ip.is_multicast) and not allow_public:
         raise LaunchError(
             "The control channel listens on loopback and private addresses only. Give an address of the machine's "
-            "private network, or pass --allow_public_address if a firewall protects it; see: tfshard docs security. "
-            f"Received: address={host!r} ({ip})"
+            "private network, or pass --allow_public_address (TFSHARD_ALLOW_PUBLIC_ADDRESS=1) if a firewall protects "
+            f"it; see: tfshard docs security. Received: address={host!r} ({ip})"
         )
     return str(address)

@@ -54,6 +54,8 @@ class _Host:
         return "" if self.connection is None else self.connection.peer_address
 
 
+# The time that a cluster may take to publish the name of its first machine, in s.
+_NAME_SECONDS = 30.0
 # The time that a dead client's last messages may take to arrive, in s.
 _LAST_WORDS = 1.0
 
@@ -94,7 +96,11 @@ class Leader:
         if options.identity is not None and options.secret is None:
             self._enrolment = Enrolment(options.identity, self._num_members())
             log(f"warning: {WARNING}")
-        host = check_private(options.address or options.hosts[0], allow_public=options.allow_public_address)
+        host = check_private(
+            options.address or options.hosts[0],
+            allow_public=options.allow_public_address,
+            wait=_NAME_SECONDS if options.identity is not None else 0.0,
+        )
         port = options.port or (DEFAULT_PORT if len(options.hosts) > 1 else 0)
         enrol = None if self._enrolment is None else self._enrolment.enrol
         self._server = Server(host, port, self._secret, self._events, enrol)

@@ -57,8 +57,8 @@ def spawn(
     Example:
 
     >>> import tfshard
-    >>> tfshard.spawn(lambda x: x * tfshard.collectives.rank(), args=(10,), num_processes=2, devices_per_process=1)
-    [0, 10]
+    >>> tfshard.spawn(lambda x: x + tfshard.collectives.rank(), args=(10,), num_processes=1, devices_per_process=1)
+    [10]
     """
     if clients.here().is_launched:
         raise LaunchError(
