@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import cluster_variables
 import tfshard
+from tfshard import cli, command_line
 from tfshard.clusters import cluster_report, find_run, finding, kubernetes, slurm, torchrun
 from tfshard.devices import startup
 from tfshard.launch import hosts as launch_hosts
@@ -268,6 +269,15 @@ def test_the_report_of_no_run_and_of_a_contradiction():
     assert code == 0 and "run          none: this process runs alone" in text
     text, code = report(tf_config("evaluator"))
     assert code == 1 and "error        TF_CONFIG says that this task is an evaluator" in text
+
+
+def test_the_command_prints_the_report_and_starts_no_device(monkeypatch, capsys):
+    for name in tf_config("ps", 0, ps=["a:1"], worker=["b:1"]):
+        monkeypatch.setenv(name, tf_config("ps", 0, ps=["a:1"], worker=["b:1"])[name])
+    monkeypatch.setattr(startup, "initialize", None)
+    assert cli._run(["doctor", "--cluster"]) == 1
+    assert "this task is a parameter server" in capsys.readouterr().out
+    assert "--cluster takes no other flags" in command_line.refusal(["doctor", "--cluster", "--all-devices"])
 
 
 def test_torchruns_store_and_the_control_channel_have_two_ports():
