@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -69,7 +70,7 @@ def _describe(run: ClusterRun, environment: Mapping[str, str], seconds: float) -
             lines.append(f"error        The secret needs at least {run_secret.LEAST_CHARACTERS} characters.")
             code = 1
     for name in dict.fromkeys((run.coordinator, *run.addresses)):
-        answer = _within(seconds, lambda name=name: _resolved(name))
+        answer = _within(seconds, functools.partial(_resolved, name))
         lines.append(f"address      {name}: {answer or f'no answer within {seconds:.0f} s'}")
         code = code if answer and not answer.startswith("FAILED") else 1
     state = _within(seconds + 1, lambda: _reached(run, seconds))

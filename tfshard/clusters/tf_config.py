@@ -61,7 +61,7 @@ def of_cluster(
         for index, address in _tasks(cluster, role, system):
             addresses.append(variables.host_and_port(address, f"{system} (cluster, {role} {index})"))
             places.append((role, index))
-    this = (task_type, int(task_index) if str(task_index).isdecimal() else task_index)
+    this = (task_type, int(str(task_index)) if str(task_index).isdecimal() else task_index)
     _check_role(task_type, system)
     if not addresses:
         raise ClusterError(

@@ -125,13 +125,16 @@ def _failure(folder: pathlib.Path, code: int) -> ClientError:
     # After the first client's own error, others may have had errors of their lost connections.
     for file in files:
         text, kind, pickled = pickle.loads(file.read_bytes())
-        error = ClientError(f"Client {file.name.removeprefix(ERROR)} raised {kind}. Its traceback:\n\n{text}")
+        error: ClientError = ClientError(
+            f"Client {file.name.removeprefix(ERROR)} raised {kind}. Its traceback:\n\n{text}"
+        )
         error.__cause__ = _loaded(pickled)
         return error
-    return ClientError(
-        f"A process ended without a result. The launcher's lines above name the process and the reason. "
+    ended: ClientError = ClientError(
+        "A process ended without a result. The launcher's lines above name the process and the reason. "
         f"Received: exit code {code}"
     )
+    return ended
 
 
 def _loaded(pickled: bytes | None) -> BaseException | None:
