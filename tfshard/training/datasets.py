@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import numbers
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -37,7 +38,20 @@ def prefetch_of(options: tf.distribute.InputOptions | None, mesh: dtensor.Mesh) 
     """Return how many batches are copied to the devices ahead of the step, by default as `PREFETCH` says."""
     if options is None:
         return PREFETCH.get(mesh.device_type().upper(), 0)
-    return int(options.experimental_per_replica_buffer_size) if options.experimental_fetch_to_device else 0
+    if options.experimental_place_dataset_on_device:
+        raise StrategyError(
+            "A sharded dataset is read on the host, and each batch is cut there for the devices. Leave out "
+            "experimental_place_dataset_on_device of tf.distribute.InputOptions. Received: True."
+        )
+    if not options.experimental_fetch_to_device:
+        return 0
+    depth = options.experimental_per_replica_buffer_size
+    if isinstance(depth, bool) or not isinstance(depth, numbers.Integral) or depth < 0:
+        raise StrategyError(
+            "experimental_per_replica_buffer_size of tf.distribute.InputOptions must be the number of batches that are "
+            f"copied to the devices ahead of the step: 0 or more. Received: {depth!r}."
+        )
+    return int(depth)
 
 
 class HostBatches:
