@@ -11,7 +11,7 @@ import cluster_variables
 import tfshard
 from tfshard import cli, command_line
 from tfshard.clusters import cluster_report, find_run, finding, kubernetes, slurm, torchrun
-from tfshard.devices import startup
+from tfshard.devices import clients, startup
 from tfshard.launch import hosts as launch_hosts
 
 HOSTS = ("10.0.0.1", "10.0.0.2")
@@ -229,6 +229,15 @@ def test_a_process_that_a_client_started_is_no_member(monkeypatch):
     assert startup._find_run(None) is not None, "premise"
     monkeypatch.setenv("TFSHARD_PID", "1")
     assert startup._find_run(None) is None
+
+
+def test_a_process_that_failed_to_start_in_a_run_does_not_go_on_alone(monkeypatch):
+    class Client(clients.Alone):
+        is_launched = True
+
+    with clients.replaced(Client()):
+        with pytest.raises(tfshard.errors.InitializationError, match="has joined a run, and DTensor did not start"):
+            startup._find_run(None)
 
 
 # --- tfshard doctor --cluster ---------------------------------------------------------------------------------

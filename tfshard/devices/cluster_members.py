@@ -61,11 +61,12 @@ def join(run: ClusterRun) -> clients.Launched:
         first_step_timeout=_seconds("first_step_timeout"),
         seed=0,
     )
+    client = clients.join(settings, wait=startup)
     # As in a client of a launcher. Child processes are no members.
     variables = settings.to_environment()
     del variables["TFSHARD_CONTROL"], variables["TFSHARD_SECRET"], variables["TFSHARD_SEED"]
     os.environ.update({**variables, clients.PID_VARIABLE: str(os.getpid())})
-    return clients.join(settings, wait=startup)
+    return client
 
 
 def devices_per_process() -> int | None:

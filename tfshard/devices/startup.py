@@ -286,6 +286,11 @@ def _how_to_split(available: int, device_type: str) -> str:
 
 def _find_run(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> ClusterRun | None:
     """Return the run that a cluster started this process for, or None."""
+    if clients.here().is_launched:
+        raise InitializationError(
+            "This process has joined a run, and DTensor did not start then: see the first error. A process can join once. "
+            f"Start a new process. Received: client {clients.here().rank} of {clients.here().count}"
+        )
     if clients.PID_VARIABLE in os.environ:
         return None  # A process that a client started is no member of the client's run.
     if resolver is None:
