@@ -288,8 +288,8 @@ def _find_run(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -
     """Return the run that a cluster started this process for, or None."""
     if clients.here().is_launched:
         raise InitializationError(
-            "This process has joined a run, and DTensor did not start then: see the first error. A process can join once. "
-            f"Start a new process. Received: client {clients.here().rank} of {clients.here().count}"
+            "This process has joined a run, and DTensor did not start then: see the first error. A process can join "
+            f"once. Start a new process. Received: client {clients.here().rank} of {clients.here().count}"
         )
     if clients.PID_VARIABLE in os.environ:
         return None  # A process that a client started is no member of the client's run.
