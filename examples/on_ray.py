@@ -60,11 +60,12 @@ def main(num_workers: int, steps: int, host: str | None = None, **options) -> li
     Args:
         num_workers: The number of workers.
         steps: The number of steps.
-        host: The address of all workers. By default the address of each worker's machine.
+        host: The address of all workers and of a local Ray. By default the address of each machine.
         **options: Options of `ray.init`.
     """
     variables = {"PYTHONHASHSEED": "0", "TFSHARD_DEVICES_PER_PROCESS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ray.init(runtime_env={"env_vars": variables}, **options)
+    local = {} if host is None else {"_node_ip_address": host}
+    ray.init(runtime_env={"env_vars": variables}, **local, **options)
     try:
         workers = [ray.remote(num_cpus=1)(Worker).remote() for _ in range(num_workers)]
         addresses = ray.get([worker.address.remote(host) for worker in workers])
@@ -77,5 +78,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--num_workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--host", help="The address of all workers, such as 127.0.0.1 for a local Ray.")
     for index, losses in enumerate(main(**vars(parser.parse_args()))):
-        print(f"worker {index}: {', '.join(f'{loss:.4f}' for loss in losses)}")
+        print(f"worker {index}: {', '.join(f'{loss:.6f}' for loss in losses)}")

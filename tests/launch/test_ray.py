@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
 
 import keras
 import numpy as np
@@ -15,23 +14,15 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install tfshard[ray]", allow_module_level=True)
 
 STEPS = 2
-# In a process of its own: Ray starts threads, and takes over signals.
-PROGRAM = f"""
-import json, sys
-sys.path.insert(0, {str(launched.ROOT / "examples")!r})
-import on_ray
-found = on_ray.main(
-    2, {STEPS}, host="127.0.0.1", _node_ip_address="127.0.0.1", num_cpus=2, include_dashboard=False, logging_level=40
-)
-print("FOUND", json.dumps(found))
-"""
 # Ray Train runs the function in a thread. Its trainers need packages of ray[train].
 TRAINER = f"""
 import json, os, sys
 sys.path.insert(0, {str(launched.ROOT / "examples")!r})
 import on_ray, ray
-from ray import train
+from ray import cloudpickle, train
 from ray.train.tensorflow import TensorflowTrainer
+
+cloudpickle.register_pickle_by_value(on_ray)
 
 def loop(config):
     train.report({{"losses": on_ray.train({STEPS})}})
@@ -54,23 +45,22 @@ def plain() -> list[float]:
     return [float(model.train_on_batch(x, y)) for _ in range(STEPS)]
 
 
-def losses(program: str) -> list[list[float]]:
-    done: subprocess.CompletedProcess = launched.run("-c", program, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = launched.said(done, "FOUND ")
-    return json.loads(found)
-
-
 def test_actors_of_ray_train_as_one_device():
-    found = losses(PROGRAM)
-    assert len(found) == 2
-    for each in found:
-        np.testing.assert_allclose(each, plain(), rtol=1e-5)
+    done = launched.run(
+        str(launched.ROOT / "examples" / "on_ray.py"), "--num_workers=2", f"--steps={STEPS}", "--host=127.0.0.1"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for worker in (0, 1):
+        (found,) = launched.said(done, f"worker {worker}: ")
+        np.testing.assert_allclose([float(loss) for loss in found.split(", ")], plain(), rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_rays_tensorflow_trainer_trains_as_one_device():
     if any(importlib.util.find_spec(name) is None for name in ("pandas", "pyarrow")):
         pytest.skip("Ray Train is not installed: pip install ray[train]")
-    for each in losses(TRAINER):
+    done = launched.run("-c", TRAINER, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = launched.said(done, "FOUND ")
+    for each in json.loads(found):
         np.testing.assert_allclose(each, plain(), rtol=1e-5)
