@@ -47,7 +47,7 @@ SYSTEMS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class SystemFinding:
     """What a system's variables say.
 
     Attributes:
@@ -87,7 +87,7 @@ def find_run(environment: Mapping[str, str] | None = None) -> ClusterRun | None:
     return None if chosen.run.num_members == 1 else chosen.run
 
 
-def findings(environment: Mapping[str, str]) -> list[Finding]:
+def findings(environment: Mapping[str, str]) -> list[SystemFinding]:
     """Return what each system's variables say, in the order of precedence. At most one is chosen.
 
     Raises:
@@ -106,7 +106,7 @@ def findings(environment: Mapping[str, str]) -> list[Finding]:
                 f"It reads {', '.join(named.system.names)}. Received: {_values(named.system, environment)}"
             )
             found[found.index(named)] = dataclasses.replace(named, error=error)
-    chosen: Finding | None = None
+    chosen: SystemFinding | None = None
     for place, each in enumerate(found):
         state = _state(each, choice, chosen)
         found[place] = each = dataclasses.replace(each, state=state)
@@ -115,14 +115,14 @@ def findings(environment: Mapping[str, str]) -> list[Finding]:
     return [_checked(each, found, environment, choice) if each.state == "chosen" else each for each in found]
 
 
-def _read(system: System, environment: Mapping[str, str]) -> Finding:
+def _read(system: System, environment: Mapping[str, str]) -> SystemFinding:
     try:
-        return Finding(system=system, run=system.read(environment))
+        return SystemFinding(system=system, run=system.read(environment))
     except ClusterError as error:
-        return Finding(system=system, error=str(error))
+        return SystemFinding(system=system, error=str(error))
 
 
-def _state(found: Finding, choice: str, chosen: Finding | None) -> str:
+def _state(found: SystemFinding, choice: str, chosen: SystemFinding | None) -> str:
     if found.run is None and not found.error:
         return "not set"
     if choice == NONE:
@@ -136,7 +136,9 @@ def _state(found: Finding, choice: str, chosen: Finding | None) -> str:
     return f"ignored: {chosen.system.title} decides"
 
 
-def _checked(chosen: Finding, found: list[Finding], environment: Mapping[str, str], choice: str) -> Finding:
+def _checked(
+    chosen: SystemFinding, found: list[SystemFinding], environment: Mapping[str, str], choice: str
+) -> SystemFinding:
     """Apply tfshard's own variables to the chosen run, and compare it with the other systems."""
     if chosen.run is None:
         return chosen
@@ -165,7 +167,7 @@ def _completed(run: ClusterRun, environment: Mapping[str, str]) -> ClusterRun:
     return run
 
 
-def _check_others(run: ClusterRun, chosen: Finding, found: list[Finding]) -> None:
+def _check_others(run: ClusterRun, chosen: SystemFinding, found: list[SystemFinding]) -> None:
     for other in found:
         theirs = other.run
         if other is chosen or theirs is None or other.system is chosen.system:

@@ -32,7 +32,7 @@ def read_open_mpi(environment: Mapping[str, str]) -> ClusterRun | None:
 
 
 def read_pmi(environment: Mapping[str, str]) -> ClusterRun | None:
-    """Return the run of MPICH's or Intel MPI's `mpiexec`, or None. `srun` sets PMI variables, too: then None."""
+    """Return the run of mpiexec of MPICH or Intel MPI, or None. srun sets PMI variables, too: then None."""
     if not {"PMI_RANK", "PMI_SIZE"} <= set(environment):
         return None
     step = environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NUM_TASKS")
