@@ -16,7 +16,7 @@ if importlib.util.find_spec("ray") is None:
 STEPS = 2
 # Ray Train runs the function in a thread. Its trainers need packages of ray[train].
 TRAINER = f"""
-import json, os, sys
+import json, os, pathlib, sys
 sys.path.insert(0, {str(launched.ROOT / "examples")!r})
 import on_ray, ray
 from ray import cloudpickle, train
@@ -25,13 +25,18 @@ from ray.train.tensorflow import TensorflowTrainer
 cloudpickle.register_pickle_by_value(on_ray)
 
 def loop(config):
-    train.report({{"losses": on_ray.train({STEPS})}})
+    found = on_ray.train({STEPS})
+    rank = train.get_context().get_world_rank()
+    pathlib.Path(config["folder"], str(rank)).write_text(json.dumps(found))
+    train.report({{"loss": found[-1]}})
 
 variables = {{"PYTHONHASHSEED": "0", "TFSHARD_DEVICES_PER_PROCESS": "1"}}
 ray.init(num_cpus=3, include_dashboard=False, logging_level=40, _node_ip_address="127.0.0.1",
          runtime_env={{"env_vars": variables}})
-trainer = TensorflowTrainer(loop, scaling_config=train.ScalingConfig(num_workers=2))
-print("FOUND", json.dumps([trainer.fit().metrics["losses"]]))
+TensorflowTrainer(
+    loop, train_loop_config={{"folder": sys.argv[1]}}, scaling_config=train.ScalingConfig(num_workers=2),
+    run_config=train.RunConfig(storage_path=sys.argv[1]),
+).fit()
 """
 
 
@@ -56,11 +61,10 @@ def test_actors_of_ray_train_as_one_device():
 
 
 @pytest.mark.slow
-def test_rays_tensorflow_trainer_trains_as_one_device():
+def test_rays_tensorflow_trainer_trains_as_one_device(tmp_path):
     if any(importlib.util.find_spec(name) is None for name in ("pandas", "pyarrow")):
         pytest.skip("Ray Train is not installed: pip install ray[train]")
-    done = launched.run("-c", TRAINER, timeout=240)
+    done = launched.run("-c", TRAINER, str(tmp_path), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = launched.said(done, "FOUND ")
-    for each in json.loads(found):
-        np.testing.assert_allclose(each, plain(), rtol=1e-5)
+    for rank in ("0", "1"):
+        np.testing.assert_allclose(json.loads((tmp_path / rank).read_text()), plain(), rtol=1e-5)
