@@ -63,10 +63,11 @@ def main(num_workers: int, steps: int, host: str | None = None, **options) -> li
         host: The address of all workers and of a local Ray. By default the address of each machine.
         **options: Options of `ray.init`.
     """
-    variables = {"PYTHONHASHSEED": "0", "TFSHARD_DEVICES_PER_PROCESS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = {"PYTHONHASHSEED": "0", "TFSHARD_DEVICES_PER_PROCESS": "1"}
     local = {} if host is None else {"_node_ip_address": host}
     ray.init(runtime_env={"env_vars": variables}, **local, **options)
     try:
+        # On GPUs (not run): num_gpus=1. Ray then sets CUDA_VISIBLE_DEVICES of each worker.
         workers = [ray.remote(num_cpus=1)(Worker).remote() for _ in range(num_workers)]
         addresses = ray.get([worker.address.remote(host) for worker in workers])
         return ray.get([worker.train.remote(addresses, index, steps) for index, worker in enumerate(workers)])
