@@ -160,8 +160,12 @@ def test_members_whose_cable_is_pulled_end():
 # --- one launcher on each host ----------------------------------------------------------------------------------
 
 
-def launchers(systems, addresses, wrap) -> dict[str, tuple[list[int], str]]:
-    """Run two launchers of one client each for each system, without TensorFlow. Returns exit codes and the output."""
+BARE_CLIENT = (watched.BARE_CLIENT, "--steps=2")
+CLIENT = ("-c", "import json, launched_clusters; print('FOUND', json.dumps(launched_clusters.train()))")
+
+
+def launchers(systems, addresses, wrap, client=BARE_CLIENT) -> dict[str, tuple[list[int], str]]:
+    """Run two launchers of one client each for each system. Returns exit codes and the output."""
     done = {}
     for system in systems:
         pair = addresses()
@@ -169,15 +173,14 @@ def launchers(systems, addresses, wrap) -> dict[str, tuple[list[int], str]]:
             processes = [
                 stack.enter_context(
                     subprocess.Popen(
-                        [*wrap(index), *watched.BARE_LAUNCH, "--num_processes=1", "--startup_timeout=30",
-                         watched.BARE_CLIENT, "--steps=2"],
+                        [*wrap(index), *watched.BARE_LAUNCH, "--num_processes=1", "--startup_timeout=60", *client],
                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                        env={**clean_environment(), **each},
+                        env={**clean_environment(), "PYTHONPATH": f"{launched.ROOT}:{launched.HERE}", **each},
                     )
                 )
                 for index, each in enumerate(variables(system, pair))
             ]  # fmt: skip
-            said = [process.communicate(timeout=60)[0] for process in processes]
+            said = [process.communicate(timeout=120)[0] for process in processes]
         done[system] = [process.returncode for process in processes], "\n".join(said)
     return done
 
@@ -201,6 +204,20 @@ def test_launchers_in_network_namespaces_join_by_the_variables_of_the_cluster():
     for system, (codes, said) in done.items():
         assert codes == [0, 0], (system, said)
         assert re.search(r"\[client 1\] step 2 loss \S+ clients 2", said), (system, said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", cluster_variables.SYSTEMS)
+def test_launchers_in_network_namespaces_train_as_one_device(system):
+    if (why := network.missing()) is not None:
+        pytest.skip(f"no network of hosts: {why}")
+    with network.connected(2, "1gbit") as made:
+        codes, said = launchers([system], lambda: made.addresses, lambda index: made.on(index), CLIENT)[system]
+    assert codes == [0, 0], said
+    for client in (0, 1):
+        found = json.loads(re.search(rf"\[client {client}\] FOUND (.*)", said)[1])
+        assert (found["client"], found["clients"]) == (client, 2)
+        np.testing.assert_allclose(found["losses"], launched_clusters.plain(), rtol=1e-5)
 
 
 def test_two_members_with_one_number_end_the_run_before_a_client_starts():
