@@ -279,6 +279,63 @@ def without_tuning(dataset: Iterable[Any]) -> Iterable[Any]:
     return quick
 
 
+class EpochBatches:
+    """The batches that Keras's epoch iterator will read, to look at the first one before the epochs begin.
+
+    Args:
+        epochs: The epoch iterator of a `fit` or `evaluate`.
+    """
+
+    def __init__(self, epochs: object):
+        self._epochs = _private.EpochIterator(epochs)
+        self._first: Any = None
+        self._iterator: HostBatches | None = None
+
+    def spec(self) -> Any:
+        """Return the specs of a full batch, or None if they do not tell every size."""
+        dataset: Any = self._epochs.dataset
+        dataset = dataset.host if isinstance(dataset, ShardedDataset) else dataset
+        size = self._epochs.first_size
+
+        def known(leaf: Any) -> Any:
+            if not isinstance(leaf, tf.TensorSpec) or not leaf.shape.rank:
+                return leaf
+            return tf.TensorSpec([size if leaf.shape[0] is None else leaf.shape[0], *leaf.shape[1:]], leaf.dtype)
+
+        found = tf.nest.map_structure(known, dataset.element_spec)
+        leaves = [leaf for leaf in tf.nest.flatten(found) if leaf is not None and not isinstance(leaf, tf.OptionalSpec)]
+        is_known = all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves)
+        if not is_known:
+            return None
+        return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, found)
+
+    def first(self) -> Any:
+        """Return the first batch, or None if there is no data. The first epoch begins with the same batch."""
+        found = self._epochs.first_of_python()
+        if found is not None:
+            return found
+        dataset: Any = self._epochs.dataset
+        host = dataset.host if isinstance(dataset, ShardedDataset) else dataset
+        self._iterator = HostBatches(iter(host))
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            return None
+        self._iterator.saved.append(batch)
+        if isinstance(dataset, ShardedDataset):
+            dataset.continue_with(self._iterator)
+        return batch
+
+    def distribute(self, strategy: Any) -> None:
+        """Put the batches on the mesh of a strategy."""
+        dataset: Any = self._epochs.dataset
+        host = dataset.host if isinstance(dataset, ShardedDataset) else dataset
+        sharded = strategy.experimental_distribute_dataset(host)
+        if self._iterator is not None:
+            sharded.continue_with(self._iterator)
+        self._epochs.distribute(strategy, sharded)
+
+
 # Keras's epoch iterator of each model's `fit`. It counts the steps of the epochs.
 _epochs: _private.WeakIdentityDict[keras.Model, weakref.ref[object]] = _private.WeakIdentityDict()
 
