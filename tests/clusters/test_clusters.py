@@ -11,7 +11,7 @@ import cluster_variables
 import tfshard
 from tfshard import cli, command_line
 from tfshard.clusters import cluster_report, find_run, finding, kubernetes, slurm, torchrun
-from tfshard.devices import clients, startup
+from tfshard.devices import clients, keras_devices, startup
 from tfshard.launch import hosts as launch_hosts
 
 HOSTS = ("10.0.0.1", "10.0.0.2")
@@ -229,6 +229,14 @@ def test_a_process_that_a_client_started_is_no_member(monkeypatch):
     assert startup._find_run(None) is not None, "premise"
     monkeypatch.setenv("TFSHARD_PID", "1")
     assert startup._find_run(None) is None
+
+
+def test_keras_distribution_knows_the_member_of_a_cluster_before_the_members_meet(monkeypatch):
+    assert (keras_devices.process_id(), keras_devices.num_processes()) == (0, 1)
+    monkeypatch.setenv("TF_CONFIG", tf_config("worker", 1, worker=["a:1", "b:1", "c:1"])["TF_CONFIG"])
+    assert (keras_devices.process_id(), keras_devices.num_processes()) == (1, 3)
+    with pytest.raises(tfshard.errors.InitializationError, match="a cluster started this process as client 1 of 3"):
+        keras_devices.initialize(num_processes=2)
 
 
 def test_a_process_that_failed_to_start_in_a_run_does_not_go_on_alone(monkeypatch):

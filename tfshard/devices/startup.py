@@ -436,6 +436,17 @@ def _how_to_split(available: int, device_type: str) -> str:
     )
 
 
+def place_in_run() -> tuple[int, int] | None:
+    """Return the number of this client and the number of clients, also before they have met. None outside of a run."""
+    settings = clients.Settings.from_environment()
+    if settings is not None:
+        return settings.client_id, settings.num_clients
+    if clients.here().is_launched:
+        return clients.here().rank, clients.here().count
+    run = _find_run(None)
+    return None if run is None else (run.index, run.num_members)
+
+
 def _find_run(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> ClusterRun | None:
     """Return the run that a cluster started this process for, or None."""
     if clients.here().is_launched:
