@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, startup
+from tfshard.devices import startup
 from tfshard.devices.mesh import agreed_mesh
 from tfshard.errors import InitializationError, LayoutError, MeshError
 from tfshard.layouts.axes import MeshAxes, Role, mesh_name
@@ -179,7 +179,7 @@ def _made(device_mesh: keras.distribution.DeviceMesh, batch: str) -> dtensor.Mes
             f"A DeviceMesh needs axes with different names, and the axis '{batch}' for the data. Axes: "
             f"{tuple(given_names)}. {received}"
         )
-    is_launched = clients.Settings.from_environment() is not None
+    is_launched = startup.place_in_run() is not None
     # On CPUs, as many logical devices as the mesh names.
     count = max(numbers) + 1 if kind == "CPU" and not is_launched else None
     started = startup.start_for("The first use of a keras.distribution.DeviceMesh", count, kind)
