@@ -1870,7 +1870,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="GPUs",
-        function="tfshard.launch.visible_gpus:divided",
+        function="tfshard.devices.visible_gpus:divided",
         old="names[first : first + share]",
         new="names[:share]",
         what="the clients of a host see the same GPUs",

@@ -41,7 +41,8 @@ OPTIONAL = {"keras_hub", "matplotlib", "scipy"}
 SEAM, PLANS = "tfshard.layouts.planner", "tfshard.planning"
 # The subpackages that a training step needs.
 RUNTIME = {
-    "_private", "callbacks", "checkpoints", "collectives", "devices", "errors", "graph", "launch", "layers", "layouts",
+    "_private", "callbacks", "checkpoints", "clusters",
+    "collectives", "devices", "errors", "graph", "launch", "layers", "layouts",
     "operations", "presets", "storage", "training",
 }  # fmt: skip
 

@@ -5,6 +5,7 @@
 Each subpackage depends only on the subpackages above it. docs/design.md introduces them:
 
     _private       the private names of TensorFlow and Keras that tfshard uses
+    clusters       the run that a cluster started this process for
     layouts        the placement of each value: pure Python, without devices
     devices        tensors to devices and back, and the clients of a run
     storage        stored variables: local shards, reads and writes
@@ -37,9 +38,10 @@ if not command_line.is_answered_alone():
     from tfshard.contrib.embedding_tables import EmbeddingTables
     from tfshard.contrib.pipeline import pipeline
     from tfshard.contrib.simulate import calibrate, simulate
-    from tfshard.devices import create_mesh, initialize
+    from tfshard.devices import create_mesh, initialize, shutdown
     from tfshard.errors import ShardingError
     from tfshard.graph import abstract_model, auto_layout_map
+    from tfshard.launch.spawning import spawn
     from tfshard.layouts import LayoutMap
     from tfshard.measure import profile_network, profile_step
     from tfshard.operations.local_map import local_map, psum
@@ -107,7 +109,9 @@ __all__ = [
     "profile_step",
     "psum",
     "random_map",
+    "shutdown",
     "simulate",
+    "spawn",
     "strategy_of",
     "verify",
 ]
