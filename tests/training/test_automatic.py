@@ -108,7 +108,7 @@ def test_losses_and_weights_match_plain_keras_whatever_the_memory_makes_it_choos
 
 
 def test_microbatches_and_recomputation_match_plain_keras_where_nothing_else_fits():
-    rows = np.tile(X, (8, 1)), np.tile(Y, 8)
+    rows = np.tile(X, (32, 1)), np.tile(Y, 32)
     model, plain = made(strategy="auto"), made()
     plainest = tfshard.advise(model, 4, 1 << 30, len(rows[0]), layout_map="auto", inputs=rows[0])
     limit = (

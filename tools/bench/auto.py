@@ -34,7 +34,7 @@ _WRITE = flags.DEFINE_bool("write", False, "Write the table from the results.")
 TABLE = pathlib.Path(__file__).parents[2] / "benchmarks" / "auto.md"
 # The first step compiles, and the second may still be slower.
 _WARM_STEPS = 2
-_PROFILES = 3
+_PROFILES = 1
 _WIDE = 1 << 30
 
 
