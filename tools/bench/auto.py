@@ -29,6 +29,7 @@ from tools.bench import common
 _RESULTS = flags.DEFINE_string("results", None, "The file with a line of JSON for each model.", required=True)
 _MODELS = flags.DEFINE_list("models", [], "Measure these models.")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Rounds of timed steps.", lower_bound=1)
+_BESIDE = flags.DEFINE_string("beside", "nothing", "What ran beside the measurement, for the page.")
 _WRITE = flags.DEFINE_bool("write", False, "Write the table from the results.")
 
 TABLE = pathlib.Path(__file__).parents[2] / "benchmarks" / "auto.md"
@@ -317,7 +318,7 @@ def table(results: dict[str, dict]) -> str:
         '# The choices of `strategy="auto"`',
         "",
         f"`python -m tools.bench.auto --models=... --results=FILE`, then `--write` ({' and '.join(dates)},",
-        f"{some['origin']} on two cores). Each model trains by Adam, for three",
+        f"{some['origin']} on two cores, beside {_BESIDE.value}). Each model trains by Adam, for three",
         "memory sizes of a device. Tight memory is what stage 3 needs on the batch axis. Very tight memory is less",
         "than any mesh and stage needs, so that recomputation or microbatches are necessary; if they do not help a",
         "model, it is what its smallest configuration needs. The best configuration is the fastest of all meshes and",
