@@ -10,6 +10,7 @@ import tensorflow as tf
 import tfshard
 from tfshard.errors import DeviceMemoryError, StrategyError
 from tfshard.planning import known_machines
+from tfshard.planning.advice import Candidate
 from tfshard.training import automatic
 
 RANDOM = np.random.RandomState(0)
@@ -65,7 +66,7 @@ def needed(make=build, rows: int = 64, **facts) -> int:
     )
 
 
-def chosen(model: keras.Model) -> automatic.Candidate:
+def chosen(model: keras.Model) -> Candidate:
     return automatic.state_of(model).chosen
 
 
