@@ -1,7 +1,8 @@
 """The seam between the runtime and plans: the one module of the runtime that calls `tfshard.planning`.
 
 A training step needs no plan. `ShardedStrategy.plan`, `ParameterAnalyzer.analyze`, the lint of `compile` and
-`strategy="auto"` do; they come here. tests/test_design.py checks that no other module of the runtime imports `tfshard.planning`.
+`strategy="auto"` do; they come here. tests/test_design.py checks that no other module of the runtime imports
+`tfshard.planning`.
 """
 
 from collections.abc import Sequence

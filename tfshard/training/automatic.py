@@ -331,8 +331,9 @@ def _tell(
     extra = f", {chosen.microbatches} microbatches" if chosen.microbatches > 1 else ""
     extra += ", blocks recomputed" if chosen.recompute else ""
     again = "; then model.distribute_strategy.recompute(model)" if chosen.recompute else ""
+    verb, stage = "keeps" if is_same else "chose", int(chosen.zero_stage)
     line = (
-        f'strategy="auto" {"keeps" if is_same else "chose"} {_axes_text(chosen)}, ZeRO stage {int(chosen.zero_stage)}{extra}, for '
+        f'strategy="auto" {verb} {_axes_text(chosen)}, ZeRO stage {stage}{extra}, for '
         f"batches of {rows} samples: {why}. It needs {tables.size(chosen.needed_bytes)} of "
         f"{tables.size(memory.bytes)} on each of {started.num_devices} {started.device_type} devices "
         f"({memory.origin}). To write it down: strategy={code_of(chosen)}{again}"
@@ -367,7 +368,7 @@ def _too_large(
     model: keras.Model, possible: "Sequence[Candidate]", memory: DeviceMemory, rows: int, started: startup.Runtime
 ) -> str:
     """Return the message of the error that nothing fits: the nearest misses, and what helps."""
-    nearest: "dict[tuple[tuple[str, int], ...], Candidate]" = {}
+    nearest: dict[tuple[tuple[str, int], ...], Candidate] = {}
     for each in sorted(possible, key=lambda each: each.needed_bytes):
         nearest.setdefault(tuple(_axes(each).items()), each)
     misses = ", ".join(
