@@ -166,7 +166,7 @@ DATA = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("data", DATA)
 def test_the_first_batch_is_looked_at_and_still_trained_on_in_the_same_order(data):
     def small() -> keras.Model:

@@ -4,6 +4,7 @@ A *client* is one of several processes that train together. A single process is 
 
     startup       `initialize`: sets environment switches, makes logical devices, starts DTensor
     mesh          `create_mesh`: builds a mesh from the names and sizes of axes
+    keras_devices  the devices and meshes of `keras.distribution`
     allocators    allocators of host memory
     transfer      tensors to devices and back, from layout to layout
     local_shards  runs operations on each device's local shards: `to_local`, `from_local`, "parted" layouts

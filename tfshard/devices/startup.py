@@ -44,7 +44,7 @@ _THREADS = "TF_NUM_INTRAOP_THREADS"
 # TensorFlow's job name for the clients of a launched run.
 JOB = "worker"
 
-_DEVICE_TYPES = ("CPU", "GPU", "TPU")
+DEVICE_TYPES = ("CPU", "GPU", "TPU")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,8 @@ class Runtime:
 
 
 _runtime: Runtime | None = None
+# The call of keras.distribution that started the devices, for messages.
+_started_for: str | None = None
 # True if a client of a launched run was started because its script made a tensor.
 _started_by_tensor = False
 
@@ -130,9 +132,9 @@ def initialize(
     if num_devices is not None and (not isinstance(num_devices, int) or num_devices < 1):
         raise InitializationError(f"num_devices must be a positive integer. Received: num_devices={num_devices!r}")
     if device_type is not None:
-        if str(device_type).upper() not in _DEVICE_TYPES:
+        if str(device_type).upper() not in DEVICE_TYPES:
             raise InitializationError(
-                f"Unknown device type. Device types: {_DEVICE_TYPES}. Received: device_type={device_type!r}"
+                f"Unknown device type. Device types: {DEVICE_TYPES}. Received: device_type={device_type!r}"
             )
         device_type = device_type.upper()
     memory = _memory_of(memory_per_device)
@@ -153,6 +155,12 @@ def initialize(
                 "Call tfshard.initialize() before the first tensor, variable or model, or launch the run with "
                 "--devices_per_process, which fixes the number of devices. "
                 f"Received: num_devices={num_devices}, device_type={device_type!r}"
+            )
+        if _started_for is not None:
+            raise InitializationError(
+                f"{_started_for} has started the devices, with {_runtime}, and a process can start them only once. "
+                "Call tfshard.initialize() before it, right after the import. Received: "
+                f"num_devices={num_devices}, device_type={device_type!r}"
             )
         raise InitializationError(
             f"DTensor is already started with {_runtime}, and a process can start it only once. Start a new process, "
@@ -189,6 +197,22 @@ def initialize(
         _start(num_devices, device_type)
     _runtime = Runtime(device_type=device_type, num_devices=num_devices, devices=names, memory_per_device=memory)
     return _runtime
+
+
+def start_for(caller: str, num_devices: int | None = None, device_type: str | None = None) -> Runtime:
+    """Start the devices for a call of `keras.distribution`, unless they are started.
+
+    Args:
+        caller: The call, for the message of a later `initialize` with other arguments.
+        num_devices: As for `initialize`.
+        device_type: As for `initialize`.
+    """
+    global _started_for
+    if _runtime is not None:
+        return _runtime
+    started = initialize(num_devices, device_type)
+    _started_for = caller
+    return started
 
 
 def _memory_of(given: int | str | None) -> int | None:

@@ -11,6 +11,7 @@ Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`
     strategy_base `StrategyBase`: the settings of a strategy on a mesh, and its models
     attached_model  `AttachedModel`: a model with variables that a strategy shards
     attached_variables  variables of optimizers and metrics
+    distributions  `keras.distribution`: the strategy of a Keras distribution
     births        models that are built under `strategy.scope()`
     hooks         the methods that tf.distribute and Keras call on a strategy
     microbatches  a training step that takes its batch in microbatches
@@ -28,8 +29,18 @@ Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`
 """
 
 from tfshard.training.batch_sizes import find_batch_size
+from tfshard.training.distributions import keras_distribution, strategy_of
 from tfshard.training.models import Model, Sequential, as_distributed
 from tfshard.training.pipelines import random_map
 from tfshard.training.strategy import ShardedStrategy
 
-__all__ = ["Model", "Sequential", "ShardedStrategy", "as_distributed", "find_batch_size", "random_map"]
+__all__ = [
+    "Model",
+    "Sequential",
+    "ShardedStrategy",
+    "as_distributed",
+    "find_batch_size",
+    "keras_distribution",
+    "random_map",
+    "strategy_of",
+]

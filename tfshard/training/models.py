@@ -22,6 +22,7 @@ from tfshard.training import (
     births,
     custom_steps,
     datasets,
+    distributions,
     generation,
     readiness,
     watching,
@@ -50,8 +51,9 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             strategy: A `tfshard.ShardedStrategy`. Reshards the variables of the model, the optimizer and the metrics in
                 place, and keeps their values, even if another ShardedStrategy held them. `"auto"` chooses a strategy
                 for the memory of all devices before the first batch of `fit`, `train_on_batch`, `evaluate` or
-                `test_on_batch`, and prints the choice; until then the model is a plain Keras model. With None, a
-                sharded model stays under its strategy, and any other model is compiled as in plain Keras.
+                `test_on_batch`, and prints the choice; until then the model is a plain Keras model. With None, the
+                model goes to the strategy of the active `keras.distribution`, if one is active. Otherwise, a sharded
+                model stays under its strategy, and any other model is compiled as in plain Keras.
             **kwargs: As in `keras.Model.compile`. With `jit_compile=True` each device runs the blocks of the model as
                 XLA programs. Blocks are repeated layers with sublayers, such as transformer layers, and the layers
                 with sublayers that `strategy.recompute` marked. `"auto"`, the default, compiles on GPUs, and nothing
@@ -314,13 +316,15 @@ def _is_known(spec: Any) -> bool:
 
 
 def _current_strategy(model: keras.Model) -> ShardedStrategy | None:
-    """Return the ShardedStrategy with an open scope, or else the strategy of the model."""
-    for strategy in (tf.distribute.get_strategy(), _private.distribute_strategy(model)):
+    """Return the ShardedStrategy with an open scope, of the active Keras distribution, or of the model."""
+    scope, active = tf.distribute.get_strategy(), distributions.active_strategy()
+    for strategy in (scope, active, _private.distribute_strategy(model)):
         if isinstance(strategy, ShardedStrategy):
             return strategy
     return None
 
 
+@_private.without_distribution()
 def _plain_copy(model: keras.Model) -> keras.Model:
     """Return a copy of a model with full weights on the host, under no strategy."""
     compiled, model.compiled = model.compiled, False
@@ -499,6 +503,7 @@ def _with_strategy(keras_compile: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(keras_compile)
     def compile_(self: keras.Model, *args: Any, strategy: ShardedStrategy | str | None = None, **kwargs: Any) -> None:
+        strategy = distributions.active_strategy() if strategy is None else strategy
         if strategy is None:
             keras_compile(self, *args, **kwargs)
             return
