@@ -325,7 +325,7 @@ def _tell(
     if is_near:
         why = "training on such a batch would not fit, and it comes closest"
     elif chosen.step_seconds is not None:
-        why = f"the fastest steps by estimate of the {len(fitting)} configurations that fit"
+        why = f"the fastest steps by estimate of the {len(fitting)} configurations that fit, or as good as these"
     else:
         why = f"the first of the {len(fitting)} configurations that fit"
     extra = f", {chosen.microbatches} microbatches" if chosen.microbatches > 1 else ""
