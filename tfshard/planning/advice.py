@@ -178,9 +178,10 @@ def advise(
     meshes, `create_mesh(replica=2, batch=4)`: a replica is a host, or some hosts.
 
     With `machine` (measured by `tfshard calibrate`, or described in a file), `advise` prefers the fitting mesh and
-    stage with the shortest steps, or the first in the order above whose steps are at most 6% longer. A step is the computation, repeated computation included, and the part of the
-    collectives that the computation does not hide (docs/simulating.md). `links` replaces the links of the machine.
-    If nothing fits otherwise, `advise` then considers blocks computed again at every stage, and microbatches.
+    stage with the shortest steps, or the first in the order above whose steps are at most 6% longer. A step is the
+    computation, repeated computation included, and the part of the collectives that the computation does not hide
+    (docs/simulating.md). `links` replaces the links of the machine. If nothing fits otherwise, `advise` then considers
+    blocks computed again at every stage, and microbatches.
 
     With `compression` and links, `advise` also considers each mesh and stage with the compression, and proposes it if
     it clearly pays: if collectives and encoding take at most nine tenths of the time of exact collectives, even if
