@@ -47,7 +47,7 @@ def _transformer(kind: str):
     vocabulary, width, length, samples = 1000, 128, 64, 16
     sizes = {
         "vocabulary_size": vocabulary,
-        "num_layers": 3,
+        "num_layers": 2,
         "hidden_dim": width,
         "intermediate_dim": 4 * width,
     }
@@ -73,7 +73,7 @@ def _vit():
     import numpy as np
 
     backbone = keras_hub.models.ViTBackbone(
-        image_shape=(32, 32, 3), patch_size=4, num_layers=3, num_heads=4, hidden_dim=128, mlp_dim=512, dropout_rate=0.0
+        image_shape=(32, 32, 3), patch_size=4, num_layers=2, num_heads=4, hidden_dim=128, mlp_dim=512, dropout_rate=0.0
     )
     model = keras.Model(backbone.input, keras.layers.Dense(10, name="head")(backbone.output[:, 0]))
     return model, *_images(np, 16, 32)
@@ -90,7 +90,7 @@ def _cnn():
 
     inputs = keras.Input((32, 32, 3))
     x = keras.layers.Conv2D(32, 3, padding="same")(inputs)
-    for stage, width in enumerate((32, 64, 128)):
+    for stage, width in enumerate((32, 64)):
         for block in range(2):
             name = f"conv{stage}_block{block}"
             y = keras.layers.Conv2D(width, 3, strides=1 + (block == 0 < stage), padding="same", name=f"{name}_1_conv")(
