@@ -114,7 +114,7 @@ def initialize(
             `num_devices` and `device_type`. A mesh has the devices in this order. TensorFlow sees only these GPUs, and
             numbers them from 0: the first name is its `GPU:0`. The numbers are those of `CUDA_VISIBLE_DEVICES`; if the
             variable is set already, they count the GPUs that it lists. Not in a run started by `tfshard launch`, which
-            gives each client its GPUs.
+            gives each client its GPUs. Not run on GPUs.
         memory_per_device: The memory of a device for which `strategy="auto"` chooses: bytes, or a text such as
             `"16GiB"`. By default the memory that the driver reports, and on CPU an equal part of the host's available
             memory. It limits the choice, not TensorFlow. A later call may change it.
