@@ -7,12 +7,12 @@ that the port has seen since the faults were set before:
 
     {"refuse": 20.0}                           answer 503 for 20 seconds
     {"refuse": 20.0, "drop": true}             answer 503, or close the connection, by turns
-    {"kill": [pid, number, "before"]}          SIGKILL a process at its change number `number`, before the server sees it
-    {"kill": [pid, number, "after"]}           ... after the server has made the change, before the process knows
+    {"kill": [pid, number, "before"]}          SIGKILL a process at a change, before the server sees the request
+    {"kill": [pid, number, "after"]}           after the server has made the change, before the process knows
     {}                                         no faults
 
-A change is a request that changes something: PUT, POST or DELETE. A request to close the connection in is answered by the
-server or not, by turns.
+A change is a request that changes something: PUT, POST or DELETE. Of the requests whose connection is closed, every
+other one reaches the server.
 """
 
 import dataclasses
@@ -26,7 +26,9 @@ import threading
 import time
 
 PATH = "/fault-proxy"
-_DENIED = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_DENIED = (
+    b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+)
 
 
 @dataclasses.dataclass
@@ -39,7 +41,6 @@ class Faults:
         kill: The process to kill, the number of the change, and `"before"` or `"after"`.
         seen: Method and path of each change.
         refused: How many requests were refused.
-        count: How many requests came while requests were refused.
     """
 
     refuse_until: float = 0.0

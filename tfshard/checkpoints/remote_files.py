@@ -53,10 +53,11 @@ _TRANSIENT_STATUS = frozenset((408, 425, 429, 500, 502, 503, 504))
 # By name, because none of these packages has to be installed: aiohttp, botocore, requests, urllib3, httpx, google-auth.
 _TRANSIENT_NAMES = frozenset(
     (
-        "ChunkedEncodingError ClientConnectionError ClientOSError ClientPayloadError ConnectTimeout ConnectTimeoutError "
-        "ConnectionClosedError EndpointConnectionError FSTimeoutError HTTPClientError IncompleteRead IncompleteReadError "
-        "InvalidChunkLength ProtocolError ReadError ReadTimeout ReadTimeoutError RemoteProtocolError ResponseParserError "
-        "ResponseStreamingError ServerDisconnectedError ServerTimeoutError TransportError WriteError"
+        "ChunkedEncodingError ClientConnectionError ClientOSError ClientPayloadError ConnectTimeout "
+        "ConnectTimeoutError ConnectionClosedError EndpointConnectionError FSTimeoutError HTTPClientError "
+        "IncompleteRead IncompleteReadError InvalidChunkLength ProtocolError ReadError ReadTimeout ReadTimeoutError "
+        "RemoteProtocolError ResponseParserError ResponseStreamingError ServerDisconnectedError ServerTimeoutError "
+        "TransportError WriteError"
     ).split()
 )
 _REFUSED_CREDENTIALS = frozenset(
