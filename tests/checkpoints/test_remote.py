@@ -554,6 +554,9 @@ def test_a_read_only_manager_restores_and_writes_nothing(url, monkeypatch):
 def test_file_urls_are_local_paths(tmp_path):
     manager = tfshard.CheckpointManager(f"file://{tmp_path}/run")
     assert manager.directory == tmp_path / "run"
+    for call in (tfshard.export, tfshard.import_weights):
+        with pytest.raises(CheckpointError, match="path must be local"):
+            call(filled(), "s3://bucket/model.keras")
 
 
 def test_large_files_are_uploaded_in_parts_and_unfinished_uploads_are_aborted(bucket, server, tmp_path, monkeypatch):
