@@ -2,7 +2,8 @@
 
 An object store has no rename of a directory and no sync. It has three properties that checkpoints rely on: an object
 appears as a whole or not at all, an object that was written can be read at once, and a listing contains every object
-that was written before the listing began. S3, Google Cloud Storage, Azure and HDFS have all three.
+that was written before the listing began. S3, Google Cloud Storage and Azure have all three. A file system such as HDFS
+shows files while they are written; there, files that readers wait for are written under another name and renamed.
 
 fsspec keeps listings in memory by default; that cache is turned off here.
 """
@@ -273,6 +274,9 @@ class RemoteDirectory:
             FileNotFoundError: The file does not exist.
         """
 
+        if begin is not None and begin == end:
+            return b""
+
         def call() -> bytes:
             content: bytes = self._fs.cat_file(self._path(name), start=begin, end=end)
             if begin is not None and end is not None and len(content) > end - begin:
@@ -311,23 +315,43 @@ class RemoteDirectory:
     # --- writing
 
     def write(
-        self, name: str, content: bytes, *, seconds: float | None = None, before: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        content: bytes,
+        *,
+        publishes: bool = False,
+        seconds: float | None = None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write a small file, as a whole. An existing file is replaced.
+        """Write a small file. An existing file is replaced.
 
         Args:
             name: The file.
             content: Its content.
+            publishes: True if readers must never see a part of the file. Only object stores never show a part, so other
+                file systems write the file under another name first.
             seconds: How long to repeat the request. Default: `RETRY_SECONDS`.
             before: Called before each request. An error of it ends the repetition.
         """
 
+        def put() -> None:
+            path = self._path(name)
+            if not publishes or self._protocol in _OBJECT_STORES:
+                self._fs.pipe_file(path, content)
+                return
+            if self._fs.exists(path):
+                if self._fs.cat_file(path) == content:
+                    return  # The request before this one was successful, but its reply was lost.
+                self._fs.rm_file(path)
+            self._fs.pipe_file(f"{path}{UNPUBLISHED}", content)
+            self._fs.mv(f"{path}{UNPUBLISHED}", path)
+
         def call() -> None:
             before()
             with self._parents_made(name) as again:
-                self._fs.pipe_file(self._path(name), content)
+                put()
             if again:
-                self._fs.pipe_file(self._path(name), content)
+                put()
 
         try:
             self.retried(f"writing '{name}'", call, seconds=seconds)
@@ -353,7 +377,8 @@ class RemoteDirectory:
                     # Closing the file would commit what was sent.
                     with contextlib.suppress(Exception):
                         target.discard()
-                    target.closed = True
+                    with contextlib.suppress(AttributeError):
+                        target.closed = True
                     raise
 
         def call() -> None:
@@ -463,3 +488,9 @@ class RemoteDirectory:
 # How long the first requests are repeated, when a manager is made.
 _PROBE_SECONDS = 20.0
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs"))
+# An object appears as a whole when it is written.
+_OBJECT_STORES = frozenset(
+    ("abfs", "abfss", "adl", "az", "gcs", "gs", "memory", "oci", "ocilake", "oss", "r2", "s3", "s3a", "tos")
+)
+# The suffix of a file that will be renamed.
+UNPUBLISHED = ".unpublished"

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfshard.checkpoints import bundle_index, bundles, byte_ranges, files, leases, manifest, stores
+from tfshard.checkpoints import bundle_index, bundles, byte_ranges, files, leases, manifest, remote_files, stores
 from tfshard.checkpoints.bundle_index import BadIndexError, Place
 from tfshard.checkpoints.held_shards import HeldShard
 from tfshard.checkpoints.leases import Lease, LeaseLostError
@@ -54,7 +54,8 @@ _FILE_BYTES = 16 << 20
 _PROBE = ".probe-"
 # Every file that a save writes to the directory of a checkpoint.
 _OURS = re.compile(
-    rf"{files.DATA_FILE.pattern}|{files.OTHER_FILE.pattern}|part-\d{{5}}\.(json|count|indices)|{files.MANIFEST}"
+    rf"{files.DATA_FILE.pattern}|{files.OTHER_FILE.pattern}"
+    rf"|(part-\d{{5}}\.(json|count|indices)|{files.MANIFEST})({re.escape(remote_files.UNPUBLISHED)})?"
 )
 
 
@@ -196,7 +197,7 @@ class RemoteAttempt(stores.Attempt):
         """Return the number of this client's first data file, and how many data files all clients write."""
         if count == 1:
             return 0, own
-        self.root.write(self._path(_part(rank, "count")), str(own).encode())
+        self.root.write(self._path(_part(rank, "count")), str(own).encode(), publishes=True)
         wait(lambda: self._has_each(count, "count"), "the other clients to count their files")
         counts = [int(self.root.read(self._path(_part(each, "count")))) for each in range(count)]
         return sum(counts[:rank]), sum(counts)
@@ -232,7 +233,7 @@ class RemoteAttempt(stores.Attempt):
         }
         if rank:
             self.root.write(self._path(_part(rank, "indices")), _packed(self._chunks))
-        self.root.write(self._path(_part(rank, "json")), json.dumps(told).encode())
+        self.root.write(self._path(_part(rank, "json")), json.dumps(told).encode(), publishes=True)
 
     # --- the first client
 
@@ -289,7 +290,7 @@ class RemoteAttempt(stores.Attempt):
     def commit(self, content: bytes) -> None:
         self._commits = True
         # Before this object appears nothing is committed; after it, everything is.
-        self.root.write(self._path(files.MANIFEST), content, before=self._check)
+        self.root.write(self._path(files.MANIFEST), content, publishes=True, before=self._check)
         try:
             self._check()
         except LeaseLostError:

@@ -25,9 +25,11 @@ class Staging:
     def __init__(self) -> None:
         delete_abandoned()
         self.directory = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # The lock is taken before the file has its name, because a directory without a locked file is abandoned.
-        self._lock = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        # The file is locked before it has its name, because a directory whose file is not locked is abandoned.
+        unnamed = self.directory / f"{_LOCK}.new"
+        self._lock = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.rename(unnamed, self.directory / _LOCK)
 
     def __truediv__(self, name: str) -> pathlib.Path:
         return self.directory / name
