@@ -180,12 +180,17 @@ class RemoteDirectory:
                 f"Received: {self.url!r}"
             )
         options = {"use_listings_cache": False, "skip_instance_cache": True, **options}
+        if self._protocol in ("s3", "s3a"):
+            # Else botocore and s3fs repeat each request for up to a minute before tfshard sees the error.
+            options.setdefault("config_kwargs", {"retries": {"mode": "standard", "total_max_attempts": 2}})
         try:
             fs, root = fsspec.core.url_to_fs(self.url, **options)
         except ImportError as error:
             raise self._missing(str(error)) from error
         except Exception as error:
             raise self._failure("opening the file system", error, 1) from error
+        if self._protocol in ("s3", "s3a"):
+            fs.retries = 2
         return fs, str(root).rstrip("/")
 
     def _missing(self, what: str) -> CheckpointStorageError:
