@@ -5,7 +5,6 @@ so runs that are near each other are read by one request, together with what lie
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -70,10 +69,12 @@ def ranges(place: Place, box: Box, array: np.ndarray) -> Iterator[Range]:
         begin = place.begin + sum(
             (o - p) * stride for o, p, stride in zip(part.offset, place.box.offset, strides, strict=True)
         )
-        length = array.itemsize + sum((n - 1) * stride for n, stride in zip(part.shape, strides, strict=True))
-        needed = math.prod(part.shape) * array.itemsize
-        is_cheap = length <= _GAP_BYTES or length <= 2 * needed
-        if is_cheap and length <= _RANGE_BYTES or needed == array.itemsize:
+        # From the last dim to the first: the length up to there, and the largest gap in it.
+        length, gap = array.itemsize, 0
+        for size, stride in zip(reversed(part.shape), reversed(strides), strict=True):
+            gap = max(gap, stride - length) if size > 1 else gap
+            length += (size - 1) * stride
+        if (gap <= _GAP_BYTES and length <= _RANGE_BYTES) or part.elements == 1:
             at = tuple(slice(o - b, o - b + n) for o, b, n in zip(part.offset, box.offset, part.shape, strict=True))
             to = array[at] if at else array
             yield Range(begin=begin, end=begin + length, to=to, strides=tuple(strides))
