@@ -1,9 +1,9 @@
 """Lease: the right to save to a remote directory, which one save holds at a time.
 
-An object store has no locks. A save writes an object of its own, its claim, to the directory `.writers`, and then lists
-the directory. If the listing has no other live claim, the save holds the lease. Of two saves that begin at the same
-time, the later claim is written after the earlier claim, and a listing contains every object written before it. So at
-least one of the two sees the other, and a save that sees another gives way.
+An object store has no locks. A save writes an object, its claim, to the directory `.writers`, and then lists the
+directory. If the listing has no other live claim, the save holds the lease. A listing contains every object that was
+written before, so if two saves begin at the same time, at least one of them sees the claim of the other. A save that
+sees another live claim gives way.
 
 The holder renews its claim while it works. A save is dead if its claim was not renewed for `EXPIRES_SECONDS`, or if its
 process was on this host and has ended. A holder that cannot renew its claim stops itself well before the claim expires

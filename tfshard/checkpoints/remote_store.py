@@ -5,11 +5,11 @@ manifest is written last. A checkpoint without a manifest does not exist. Retent
 
 Each checkpoint has the files that a local checkpoint has, so it can be copied to a disk and back. Data go through the
 disk in chunks of `CHUNK_BYTES`: TensorFlow writes a chunk to a local file, which is uploaded while the next chunk is
-written, and each chunk is a data file of the bundle. So a save needs little disk and memory, whatever the size of the
-model, and a failed upload can be repeated. The indices of the chunks are merged to one at the end.
+written, and each chunk is a data file of the bundle. A save therefore needs little disk and memory for a model of any
+size, and can repeat a failed upload. TensorFlow merges the indices of the chunks at the end.
 
-A lease (`leases`) lets one save write at a time. The generation of a checkpoint is higher than that of any save that
-was killed, so what a dying process may still upload lands in a directory that no checkpoint uses.
+A lease (`leases`) lets one save write at a time. A save never uses the generation of a killed save again, because a
+client of the killed save may still upload.
 """
 
 import concurrent.futures
@@ -46,8 +46,9 @@ CHUNK_BYTES = 128 << 20
 UPLOADS = 4
 # How many ranges are read at a time.
 READS = 8
-# Short ranges are read in blocks of this size, several neighbours by one request. So many blocks stay in memory.
+# Short ranges are read in blocks of this size, several neighbours by one request.
 _BLOCK_BYTES = 1 << 20
+# The number of blocks that stay in memory.
 _KEPT_BLOCKS = 64
 _BLOCKS_READ = 16
 _FILE_BYTES = 16 << 20
@@ -378,7 +379,7 @@ class RemoteStore(stores.Store):
         self.root = RemoteDirectory(url, options)
         self.directory = self.root.url
         self.root.probe(f"{_PROBE}{uuid.uuid4().hex}", write=writes)
-        # Of the checkpoint that is read: name, places of boxes, sizes of files; and blocks of its files.
+        # The checkpoint that is read: its name, the places of its boxes, the sizes of its files, and blocks of its files.
         self._index: tuple[str, dict[str, list[Place]], dict[str, int]] | None = None
         self._blocks: dict[tuple[str, int], bytes] = {}
 

@@ -1,4 +1,4 @@
-"""Staging: a temporary local directory for what is on its way to a remote file system.
+"""Staging: a temporary local directory for files on their way to a remote file system.
 
 TensorFlow writes bundles to local files only. A process that is killed leaves its directory behind. The next save on
 the host deletes it: the system has released the lock of the dead process.
@@ -25,7 +25,7 @@ class Staging:
     def __init__(self) -> None:
         delete_abandoned()
         self.directory = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # The file is locked before it has its name, because a directory whose file is not locked is abandoned.
+        # Lock the file before it gets its name: `delete_abandoned` deletes a directory without a locked file.
         unnamed = self.directory / f"{_LOCK}.new"
         self._lock = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
