@@ -379,7 +379,7 @@ class RemoteStore(stores.Store):
         self.root = RemoteDirectory(url, options)
         self.directory = self.root.url
         self.root.probe(f"{_PROBE}{uuid.uuid4().hex}", write=writes)
-        # The checkpoint that is read: its name, the places of its boxes, the sizes of its files, and blocks of its files.
+        # The checkpoint that is read: its name, the places of its boxes, the sizes of its files; blocks of its files.
         self._index: tuple[str, dict[str, list[Place]], dict[str, int]] | None = None
         self._blocks: dict[tuple[str, int], bytes] = {}
 
