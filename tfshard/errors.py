@@ -78,6 +78,10 @@ class CheckpointCorruptError(CheckpointError):
     """A checkpoint is damaged, incomplete or edited. No variable was changed."""
 
 
+class CheckpointStorageError(CheckpointError):
+    """A remote file system cannot be used, or failed for longer than tfshard repeats requests."""
+
+
 class CheckpointMismatchError(CheckpointError):
     """A checkpoint or a weight file does not fit the model. No variable was changed."""
 

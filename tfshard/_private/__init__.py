@@ -7,6 +7,7 @@ together. If some versions lack a name, the function that uses the name also has
 Callers take names from here (`_private.flatten_layers`). The modules group them by subject:
 
     versions, names                  the names and versions that tfshard relies on
+    bundles                          TensorFlow: protocol buffers in files of checkpoints
     context, graphs, op_rewriting    TensorFlow: process state, traced graphs, op rewrites
     functions, messages              TensorFlow: function names, custom gradients, error messages
     native_log                       TensorFlow: the log of its C++ code
@@ -44,6 +45,7 @@ from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
 from tensorflow.python.types.core import Tensor as TensorType
 
+from tfshard._private.bundles import DecodeError, bundle_entry
 from tfshard._private.context import (
     before_first_use,
     checks_all_numbers,
@@ -202,7 +204,7 @@ from tfshard._private.optimizers import (
     variables_of_optimizer,
 )
 from tfshard._private.saving import write_checkpoints_in, write_models_in
-from tfshard._private.threads import in_this_thread
+from tfshard._private.threads import before_executors_end, in_this_thread
 from tfshard._private.trace import TraceEvent, read_trace
 from tfshard._private.variables import (
     abstract_scope,
@@ -238,6 +240,7 @@ __all__ = [
     "TRACKING_ATTRIBUTE",
     "WEIGHTS_MEMBER",
     "Call",
+    "DecodeError",
     "Distribution",
     "EpochIterator",
     "Functional",
@@ -257,7 +260,9 @@ __all__ = [
     "converted_by_autograph",
     "auto_name",
     "backend_variable",
+    "before_executors_end",
     "before_first_use",
+    "bundle_entry",
     "annotated_call",
     "call_stablehlo",
     "called_function",

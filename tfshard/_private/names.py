@@ -135,6 +135,10 @@ NAMES = (
         "src.legacy.saving.legacy_h5_format": "save_model_to_hdf5",
         "src.saving.saving_lib": "save_model",
     }),
+    # bundles
+    *_all("tensorflow", "2.19", {
+        "core.protobuf.tensor_bundle_pb2": "BundleEntryProto",
+    }),
     # messages
     *_all("tensorflow", "2.19", {
         "python.framework.error_interpolation": "_ParseTag parse_message",

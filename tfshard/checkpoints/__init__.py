@@ -4,8 +4,17 @@ Read `manager` first; docs/checkpoints.md describes the format and the guarantee
 
     manager           `CheckpointManager`
     callback          `CheckpointCallback`: `fit` that resumes where it was killed
-    writer            writes a training run to a checkpoint, committed by one rename
+    writer            writes a training run to a checkpoint
     reader            `Checkpoint`: compared with the model before it is used
+    stores            what `writer` and `reader` need of the place of checkpoints
+    local_store       checkpoints in a local directory, committed by one rename
+    remote_store      checkpoints on a remote file system, committed by an object that is written last
+    remote_files      files on a remote file system, with retries
+    leases            the right to save to a remote directory
+    staging           temporary local files on their way to a remote file system
+    bundles           TensorFlow's tensor bundles
+    bundle_index      where each box lies in the files of a bundle
+    byte_ranges       the ranges of bytes that a box needs
     manifest          the contents of a checkpoint, as JSON, with every field checked
     reduction_state   the state that reductions of gradients keep between steps
     files             names, syncing, opening without following links

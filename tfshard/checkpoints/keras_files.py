@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from tfshard import _private
-from tfshard.checkpoints import training_state
+from tfshard.checkpoints import remote_files, training_state
 from tfshard.devices import clients
 from tfshard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
@@ -120,7 +120,9 @@ def import_weights(model: keras.Model, path: str | os.PathLike[str]) -> None:
 def _checked_path(path: str | os.PathLike[str]) -> pathlib.Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path).endswith((".keras", ".weights.h5")):
         raise CheckpointError(f"path must end in '.keras' or '.weights.h5'. Received: path={path!r}")
-    return pathlib.Path(path)
+    if remote_files.is_url(path):
+        raise CheckpointError(f"path must be local. Copy the file to or from a remote place. Received: path={path!r}")
+    return remote_files.local_path(path)
 
 
 def _check_built(model: keras.Model) -> None:

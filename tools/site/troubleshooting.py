@@ -291,6 +291,13 @@ manifest.write_text(manifest.read_text().replace('"step":1', '"step":2'))
 manager.restore(model)""",
     ),
     Example(
+        error="CheckpointStorageError",
+        title="A remote directory that cannot be used",
+        remedy="The message says what failed: the URL, a missing package, the credentials, or the network "
+        "([remote directories](checkpoints.md#remote-directories)).",
+        code='tfshard.CheckpointManager("gs://")',
+    ),
+    Example(
         error="CheckpointMismatchError",
         title="A checkpoint of another model",
         remedy="The message lists the variables that only the checkpoint or only the model has. Mesh, stage, "
