@@ -249,8 +249,8 @@ NAMES = (
     }),
     # weight_files
     *_all("keras", "3.10", {
-        "src.saving.saving_lib": "DiskIOStore H5IOStore _ASSETS_DIRNAME _CONFIG_FILENAME _METADATA_FILENAME "
-        "_VARS_FNAME_H5 _load_state _raise_loading_failure _save_state _serialize_model_as_json",
+        "src.saving.saving_lib": "DiskIOStore H5IOStore ShardedH5IOStore _ASSETS_DIRNAME _CONFIG_FILENAME "
+        "_METADATA_FILENAME _VARS_FNAME_H5 _load_state _raise_loading_failure _save_state _serialize_model_as_json",
     }),
 )  # fmt: skip
 
