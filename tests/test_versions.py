@@ -95,7 +95,11 @@ def test_versions_that_were_not_tried_are_a_warning_with_the_commands_that_try_t
     ) as caught:
         versions.check_versions()
     series = ":".join(".".join(version.split(".")[:2]) for version in (python, tensorflow, keras))
-    for command in ("'tfshard doctor'", "'tfshard verify MODULE:FUNCTION --mesh=", f"'tools/test_versions.sh {series}'"):
+    for command in (
+        "'tfshard doctor'",
+        "'tfshard verify MODULE:FUNCTION --mesh=",
+        f"'tools/test_versions.sh {series}'",
+    ):
         assert command in str(caught[0].message)
 
 
@@ -124,7 +128,10 @@ def test_libraries_are_found_under_the_other_names_of_their_packages(monkeypatch
 
 
 def test_a_name_is_found_in_either_of_its_places():
-    here, elsewhere = "keras.src.trainers.trainer.Trainer._compile_loss", "keras.src.trainers.trainer.None._compile_loss"
+    here, elsewhere = (
+        "keras.src.trainers.trainer.Trainer._compile_loss",
+        "keras.src.trainers.trainer.None._compile_loss",
+    )
     for path, also in ((here, elsewhere), (elsewhere, here), (here, None)):
         assert names.Name(path, "3.10", also=also).is_found()
     assert not names.Name(elsewhere, "3.10").is_found()

@@ -52,7 +52,8 @@ class TensorSpec:
     @property
     def numpy_dtype(self) -> np.dtype:
         """The NumPy dtype."""
-        return np.dtype(tf.as_dtype(self.dtype).as_numpy_dtype)
+        dtype: np.dtype = np.dtype(tf.as_dtype(self.dtype).as_numpy_dtype)
+        return dtype
 
     @property
     def bytes(self) -> int:

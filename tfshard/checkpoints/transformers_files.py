@@ -5,6 +5,7 @@ weights is traced instead: it receives placeholders for the variables, and each 
 variables that it needs when it is written. KerasHub writes all other files.
 """
 
+import functools
 import os
 import pathlib
 import tempfile
@@ -195,7 +196,7 @@ def _install(model: keras.Model) -> None:
     """Let the method of a sharded KerasHub model, and of the models in it, export one tensor at a time."""
     for layer in _private.flatten_layers(model):
         if isinstance(layer, keras.Model) and hasattr(type(layer), "export_to_transformers"):
-            layer_patch.apply(_EXPORT, layer, lambda original, layer=layer: _method(layer, original))
+            layer_patch.apply(_EXPORT, layer, functools.partial(_method, layer))
 
 
 def _method(model: keras.Model, original: layer_patch.Method) -> layer_patch.Method:

@@ -38,8 +38,8 @@ class Files:
 
 def check_shard_size(max_shard_size: object) -> None:
     """Raise `CheckpointError` unless `max_shard_size` is a positive number or None."""
-    is_number = isinstance(max_shard_size, (int, float)) and not isinstance(max_shard_size, bool)
-    if max_shard_size is not None and not (is_number and max_shard_size > 0):
+    is_number = isinstance(max_shard_size, (int, float)) and not isinstance(max_shard_size, bool) and max_shard_size > 0
+    if max_shard_size is not None and not is_number:
         raise CheckpointError(
             "max_shard_size must be a positive number, in units of 2**30 bytes, or None. Received: "
             f"max_shard_size={max_shard_size!r}"
