@@ -275,9 +275,10 @@ def index_files(path: pathlib.Path) -> list[pathlib.Path]:
 
 def _weight_map(path: pathlib.Path) -> dict[str, str | list[str]]:
     with open(path, "rb") as file:
-        content = file.read(_MAX_INDEX_BYTES + 1)
-    if len(content) > _MAX_INDEX_BYTES:
-        raise corrupt(path, f"an index of more than {_MAX_INDEX_BYTES} bytes is not read")
+        size = os.fstat(file.fileno()).st_size
+        if size > _MAX_INDEX_BYTES:
+            raise corrupt(path, f"an index of more than {_MAX_INDEX_BYTES} bytes is not read")
+        content = file.read(size)
     try:
         found = json.loads(content)["weight_map"]
         items = list(found.items())

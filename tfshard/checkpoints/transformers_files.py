@@ -99,7 +99,7 @@ def _checked_backbone(model: keras.Model) -> keras.Model:
     return backbone
 
 
-class _Traced:
+class _TracedWeights:
     """The tensors of a file as functions of variables.
 
     Args:
@@ -154,9 +154,9 @@ def _host_value(variable: keras.Variable) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(variable))
 
 
-def _traced(model: keras.Model, backbone: keras.Model, directory: pathlib.Path) -> _Traced:
+def _traced(model: keras.Model, backbone: keras.Model, directory: pathlib.Path) -> _TracedWeights:
     """Let KerasHub write all files but the weights to a directory, and trace how it computes the weights."""
-    found: list[_Traced] = []
+    found: list[_TracedWeights] = []
 
     def trace(weights_map: Any, exported: keras.Model, *args: Any, **kwargs: Any) -> dict[str, Any]:
         variables = exported.variables
@@ -170,7 +170,7 @@ def _traced(model: keras.Model, backbone: keras.Model, directory: pathlib.Path) 
 
         specs = [tf.TensorSpec(v.shape, keras.backend.standardize_dtype(v.dtype)) for v in variables]
         function = tf.compat.v1.wrap_function(computed, specs)
-        found.append(_Traced(function, variables, outputs))
+        found.append(_TracedWeights(function, variables, outputs))
         return {"replaced": np.zeros((1,), np.float32)}
 
     with _private.replaced_weights_map(backbone, trace):
