@@ -50,7 +50,16 @@ if not command_line.is_answered_alone():
     from tfshard.measure import profile_network, profile_step
     from tfshard.operations.local_map import local_map, psum
     from tfshard.planning import ParameterAnalyzer, advise, lint, plan
-    from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, random_map
+    from tfshard.training import (
+        Model,
+        Sequential,
+        ShardedStrategy,
+        as_distributed,
+        find_batch_size,
+        keras_distribution,
+        random_map,
+        strategy_of,
+    )
     from tfshard.verifying import verify
 
     # Names that were in tfshard.planning until 0.2.
@@ -88,8 +97,10 @@ __all__ = [
     "errors",
     "export",
     "export_to_transformers",
+    "find_batch_size",
     "import_weights",
     "initialize",
+    "keras_distribution",
     "layers",
     "lint",
     "local_map",
@@ -104,5 +115,6 @@ __all__ = [
     "psum",
     "random_map",
     "simulate",
+    "strategy_of",
     "verify",
 ]
