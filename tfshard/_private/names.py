@@ -243,9 +243,8 @@ NAMES = (
     *_all("keras", "3.10", {
         "src.backend.common.global_state": "get_global_attribute set_global_attribute",
         "src.backend.common.variables": "Variable._shape Variable._validate_shape",
-        "src.backend.tensorflow": "core distribution_lib trainer",
-        "src.backend.tensorflow.core": "Variable Variable._initialize",
-        "src.backend.tensorflow.trainer": "TensorFlowTrainer",
+        "src.backend.tensorflow": "distribution_lib",
+        _CORE: "Variable._initialize",
         "src.distribution": "distribution_lib",
         "src.distribution.distribution_lib": "GLOBAL_ATTRIBUTE_NAME",
     }),
