@@ -62,7 +62,8 @@ def before_first_use_of_models(prepare: Callable[[keras.Model], bool]) -> None:
 
 def _trainer_class() -> type:
     """Return the base class of `keras.Model` that trains with TensorFlow. Its name differs between versions."""
-    return next(cls for cls in keras.Model.__mro__ if "make_predict_function" in vars(cls))
+    found: type = next(cls for cls in keras.Model.__mro__ if "make_predict_function" in vars(cls))
+    return found
 
 
 def _prepared(original: Callable[..., Any], name: str, prepare: Callable[[keras.Model], bool]) -> Callable[..., Any]:
