@@ -135,10 +135,10 @@ def test_an_export_with_adapters_merges_them_as_kerashub_does(tmp_path):
 
 
 def big_llama() -> keras.Model:
-    """Return a model of 13 MiB whose largest variables have 1 MiB."""
+    """Return a model of 49 MiB whose largest variables have 4 MiB."""
     return keras_hub.models.Llama3Backbone(
-        vocabulary_size=512, num_layers=3, num_query_heads=8, num_key_value_heads=8, hidden_dim=256,
-        intermediate_dim=1024, tie_word_embeddings=True,
+        vocabulary_size=512, num_layers=3, num_query_heads=8, num_key_value_heads=8, hidden_dim=512,
+        intermediate_dim=2048, tie_word_embeddings=True,
     )  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def test_a_second_export_replaces_the_files_of_the_first(tmp_path):
     keras.utils.set_random_seed(0)
     model = big_llama()
     (tmp_path / "notes.txt").write_text("kept")
-    for shard_size in (0.002, 0.004, None, 0.004):
+    for shard_size in (0.008, 0.016, None, 0.016):
         path = tfshard.export_to_transformers(model, tmp_path, max_shard_size=shard_size)
         named = {path.name, "config.json", "notes.txt"}
         if shard_size is not None:
