@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-# Takes a backbone and `include_lm_head`, and returns weights by their names in transformers.
+# Takes a backbone, and whether to include the head, and returns weights by their names in transformers.
 WeightsMap = Callable[..., dict[str, Any]]
 
 

@@ -192,7 +192,7 @@ def read_sharded_weights(model: keras.Model, path: pathlib.Path) -> None:
     _load(model, _saving_lib.ShardedH5IOStore(path, mode="r"))
 
 
-class _Source(_saving_lib.H5IOStore):  # type: ignore[misc]
+class _WeightSource(_saving_lib.H5IOStore):  # type: ignore[misc]
     """Stands in for the file when Keras loads weights (`H5IOStore`), and reads them by their names in the file."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], np.ndarray]):
@@ -206,7 +206,7 @@ class _Source(_saving_lib.H5IOStore):  # type: ignore[misc]
     def __bool__(self) -> bool:
         return True
 
-    def get(self, path: str) -> "_Source":
+    def get(self, path: str) -> "_WeightSource":
         self._path = path
         return self
 
@@ -239,7 +239,7 @@ def read_weights(model: keras.Model, names: Iterable[str], read: Callable[[str],
         names: The names of the weights in a file of Keras.
         read: Returns the value of a name.
     """
-    _load(model, _Source(names, read))
+    _load(model, _WeightSource(names, read))
 
 
 def _load(model: keras.Model, store: _saving_lib.H5IOStore) -> None:
