@@ -1,7 +1,7 @@
 """Safetensors files: written one tensor at a time, and read through a memory map.
 
-The library writes a file from tensors that are all in memory, so tfshard writes the format itself: the length of the header in 8 bytes, the header as JSON, and the data. The library reads and checks the
-headers of files.
+The library writes a file from tensors that are all in memory, so tfshard writes the format itself: the length of the
+header in 8 bytes, the header as JSON, and the data. The library reads and checks the headers of files.
 """
 
 import dataclasses
