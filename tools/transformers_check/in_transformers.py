@@ -69,7 +69,7 @@ def write(directory: pathlib.Path, name: str, dtype: str) -> None:
     print(json.dumps({"parameters": sum(parameter.numel() for parameter in model.parameters())}))
 
 
-def compare(directory: pathlib.Path, other: pathlib.Path) -> int:
+def compare(directory: pathlib.Path, other: pathlib.Path) -> None:
     """Compare the weights of two directories bit for bit, as transformers loads them, and the outputs."""
     expected = np.load(directory / "expected.npz")
     config = transformers.AutoConfig.from_pretrained(directory)
@@ -81,19 +81,21 @@ def compare(directory: pathlib.Path, other: pathlib.Path) -> int:
     ]  # fmt: skip
     output = _output(models[1].to(torch.float32), expected["tokens"])
     error = float(np.abs(output - expected["output"]).max())
-    print(json.dumps({"tensors": len(theirs), "different": different, "error": error}))
-    return int(bool(different))
+    files = len(list(other.glob("*.safetensors")))
+    print(json.dumps({"tensors": len(theirs), "different": different, "error": error, "files": files}))
 
 
-def main() -> int:
+def main() -> None:
     """Run the command of the command line."""
     transformers.logging.set_verbosity_error()
-    command, directory, *rest = sys.argv[1:]
-    if command == "write":
-        write(pathlib.Path(directory), *rest)
-        return 0
-    return compare(pathlib.Path(directory), pathlib.Path(rest[0]))
+    command, *arguments = sys.argv[1:]
+    for argument in arguments:
+        if command == "write":
+            path = pathlib.Path(argument)
+            write(path, *path.name.split("-"))
+        else:
+            compare(*map(pathlib.Path, argument.split("=")))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
