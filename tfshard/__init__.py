@@ -31,7 +31,13 @@ from tfshard import command_line
 if not command_line.is_answered_alone():
     # Import _private first, because it checks the versions of TensorFlow and Keras.
     from tfshard import _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
-    from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights
+    from tfshard.checkpoints import (
+        CheckpointCallback,
+        CheckpointManager,
+        export,
+        export_to_transformers,
+        import_weights,
+    )
     from tfshard.contrib import compression as _compression
     from tfshard.contrib import simulate as _simulate
     from tfshard.contrib.compression import PowerSGD
@@ -92,6 +98,7 @@ __all__ = [
     "create_mesh",
     "errors",
     "export",
+    "export_to_transformers",
     "find_batch_size",
     "import_weights",
     "initialize",

@@ -18,6 +18,7 @@ Callers take names from here (`_private.flatten_layers`). The modules group them
     epochs, weight_files             Keras: the epochs of a fit; weight files
     distributions                    Keras: the backend of `keras.distribution`
     saving                           both: which process writes checkpoints and models
+    hub                              KerasHub: the export to transformers
     weak                             neither: weak collections that compare users' objects by identity
 """
 
@@ -134,6 +135,7 @@ from tfshard._private.graphs import (
     with_gradient,
     with_gradient_to,
 )
+from tfshard._private.hub import hub_weights_maps, replaced_weights_map
 from tfshard._private.instance_keys import instance_keys
 from tfshard._private.iterators import iterator_state, restore_iterator, stateful_operations
 from tfshard._private.losses import (
@@ -227,10 +229,13 @@ from tfshard._private.weight_files import (
     find_weights,
     open_weights_file,
     read_as_written,
+    read_sharded_weights,
+    read_weights,
     read_weights_file,
     visit_weights,
     weight_dtype,
     write_keras_file,
+    write_sharded_weights,
     write_weights_file,
 )
 from tfshard._private.xla import annotated_call, call_stablehlo, run_always, stablehlo, traced_apart
@@ -314,6 +319,7 @@ __all__ = [
     "in_stateless_scope",
     "in_this_thread",
     "in_symbolic_scope",
+    "hub_weights_maps",
     "initializer_of",
     "input_signature",
     "instance_keys",
@@ -364,6 +370,8 @@ __all__ = [
     "random_seed_is_set",
     "read_as_written",
     "read_trace",
+    "read_sharded_weights",
+    "read_weights",
     "read_weights_file",
     "record_outside_access",
     "record_variable_access",
@@ -372,6 +380,7 @@ __all__ = [
     "register_same_name",
     "remat_mode",
     "replaced_lookup_table",
+    "replaced_weights_map",
     "resource_name",
     "resource_without_value",
     "restore_iterator",
@@ -419,6 +428,7 @@ __all__ = [
     "devices_are_listed",
     "write_checkpoints_in",
     "write_keras_file",
+    "write_sharded_weights",
     "write_models_in",
     "write_weights_file",
     "around_new_variables",
