@@ -57,7 +57,8 @@ def cases(draw) -> Case:
     analyzer = tfshard.ParameterAnalyzer(
         group_threshold_bytes=draw(st.integers(0, 8000)),
         # Includes small limits that close a group.
-        max_group_bytes=draw(st.integers(0, 2000) | st.integers(0, 20000)),
+        max_group_bytes=(largest := draw(st.integers(0, 2000) | st.integers(0, 20000))),
+        min_group_bytes=draw(st.just(0) | st.integers(0, largest)),
     )
     return Case(specs=specs, mesh=mesh, stage=draw(st.integers(0, 3)), analyzer=analyzer)
 
@@ -92,14 +93,17 @@ class ByHand:
             self, indices=[*self.indices, index], offsets=[*self.offsets, offset], end=offset + elements
         )
 
+    def bytes(self, case: "Case") -> int:
+        """Return the bytes of the members, over all model shards."""
+        return sum(math.prod(case.specs[index].shape) for index in self.indices) * self.itemsize
+
     def fits(self, case: "Case") -> bool:
         return self.shards * self.devices * self.columns * self.itemsize <= case.analyzer.max_group_bytes
 
 
 def by_hand(case: "Case") -> list[ByHand]:
     """Return the groups of variables, with their offsets: variables join in the order of the input while they fit."""
-    latest: dict[tuple, int] = {}
-    groups: list[ByHand] = []
+    alike: dict[tuple, list[ByHand]] = {}
     for index, spec in enumerate(case.specs):
         # Frozen variables would need a group of a mebibyte, which no case has.
         if spec.dtype not in ITEMSIZE or not spec.trainable:
@@ -112,12 +116,23 @@ def by_hand(case: "Case") -> list[ByHand]:
         alone = ByHand(devices=case.mesh["batch"], shards=shards, itemsize=itemsize).with_(index, elements)
         if not alone.fits(case):
             continue
-        if key in latest and (longer := groups[latest[key]].with_(index, elements)).fits(case):
-            groups[latest[key]] = longer
+        groups = alike.setdefault(key, [])
+        if groups and (longer := groups[-1].with_(index, elements)).fits(case):
+            groups[-1] = longer
         else:
-            latest[key] = len(groups)
             groups.append(alone)
-    return [group for group in groups if len(group.indices) > 1]
+    least, found = case.analyzer.min_group_bytes, []
+    for (_, sharded), groups in alike.items():
+        joined: list[ByHand] = []
+        for group in groups:
+            if joined and (group.bytes(case) < least or joined[-1].bytes(case) < least):
+                for index in group.indices:
+                    elements = math.prod(case.specs[index].shape) // (case.mesh["model"] if sharded else 1)
+                    joined[-1] = joined[-1].with_(index, elements)
+            else:
+                joined.append(group)
+        found += [group for group in joined if len(group.indices) > 1 and group.bytes(case) >= least]
+    return sorted(found, key=lambda group: group.indices[0])
 
 
 def members(grouped) -> dict[int, list[VariableLayout]]:
@@ -233,6 +248,35 @@ def test_a_group_closes_before_its_buffer_exceeds_the_maximum():
     assert numbers(group(specs, max_group_bytes=2 * 384 - 1)) == [None] * 5
 
 
+def test_a_group_below_the_minimum_joins_the_group_before_it():
+    specs = [VariableSpec(path=f"v{i}", shape=(96,)) for i in range(6)]
+    sizes = {"max_group_bytes": 4 * 384}
+    assert numbers(group(specs, **sizes)) == [0, 0, 0, 0, 1, 1]
+    assert numbers(group(specs, **sizes, min_group_bytes=2 * 384)) == [0, 0, 0, 0, 1, 1]
+    joined = group(specs, **sizes, min_group_bytes=2 * 384 + 1)
+    assert numbers(joined) == [0] * 6
+    assert [place.offset for place in joined[0].flat.members] == [96 * i for i in range(6)]
+
+
+def test_a_last_variable_joins_a_group_that_the_maximum_has_closed():
+    specs = [VariableSpec(path=f"v{i}", shape=(96,)) for i in range(5)]
+    assert numbers(group(specs, max_group_bytes=4 * 384)) == [0, 0, 0, 0, None]
+    assert numbers(group(specs, max_group_bytes=4 * 384, min_group_bytes=385)) == [0] * 5
+
+
+def test_a_group_below_the_minimum_without_neighbour_is_not_made():
+    """Variables of another dtype are no neighbours."""
+    specs = [VariableSpec(path=f"v{i}", shape=(96,), dtype="float16" if i > 3 else "float32") for i in range(6)]
+    assert numbers(group(specs)) == [0, 0, 0, 0, 1, 1]
+    assert numbers(group(specs, min_group_bytes=2 * 192)) == [0, 0, 0, 0, 1, 1]
+    assert numbers(group(specs, min_group_bytes=2 * 192 + 1)) == [0, 0, 0, 0, None, None]
+
+
+def test_a_minimum_that_exceeds_the_maximum_is_refused():
+    with pytest.raises(tfshard.errors.StrategyError, match="must not exceed.*min_group_bytes=2, max_group_bytes=1"):
+        tfshard.ParameterAnalyzer(min_group_bytes=2, max_group_bytes=1)
+
+
 def test_the_maximum_counts_every_model_shard():
     specs = [VariableSpec(path=f"rows_{i}", shape=(96,)) for i in range(4)]
     grouped = group(specs, mesh={"batch": 2, "model": 3}, max_group_bytes=2 * 384)
@@ -270,10 +314,10 @@ def test_untrained_variables_are_grouped_at_stage_3_from_one_mebibyte_on():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"group_threshold_bytes": -1}, {"max_group_bytes": 2.0}, {"group_threshold_bytes": True}]
+    "sizes", [{"group_threshold_bytes": -1}, {"max_group_bytes": 2.0}, {"group_threshold_bytes": True}, {"min_group_bytes": -1}],
 )
 def test_a_size_that_is_no_number_of_bytes_is_refused(sizes):
-    with pytest.raises(tfshard.errors.StrategyError, match=r"must be a number of bytes.*Received: (group|max)_.*="):
+    with pytest.raises(tfshard.errors.StrategyError, match=r"must be a number of bytes.*Received: (group|max|min)_.*="):
         tfshard.ParameterAnalyzer(**sizes)
 
 

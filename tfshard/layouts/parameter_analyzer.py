@@ -26,9 +26,11 @@ class ParameterAnalyzer(GroupPolicy):
     Args:
         group_threshold_bytes: Variables of fewer bytes are grouped. 0: none.
         max_group_bytes: A group is closed before its buffer, padding included and over all model shards, exceeds it.
+        min_group_bytes: A group whose variables have fewer bytes joins the group before it, which may then exceed the
+            maximum. If no other group has the same kind of variables, the variables stand alone. 0: groups of any size.
 
     Raises:
-        StrategyError: A size that is not an integer or is negative.
+        StrategyError: A size that is not an integer or is negative, or a minimum that exceeds the maximum.
 
     Example:
 
