@@ -10,6 +10,7 @@ Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`
     attached_model  `AttachedModel`: a model with variables that a strategy shards
     attached_variables  variables of optimizers and metrics
     births        models that are built under `strategy.scope()`
+    gradient_copies  checks that devices computed the same gradients
     hooks         the methods that tf.distribute and Keras call on a strategy
     microbatches  a training step that takes its batch in microbatches
     readiness     checks on the process and on the arguments of a step

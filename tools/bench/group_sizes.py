@@ -4,6 +4,9 @@
     python tools/bench/group_sizes.py --rates=100mbit,100mbit+5ms --layers=40 --steps=2
     python tools/bench/group_sizes.py --rates=10gbit --layers=192 --sizes=0.5,1,4,8,16,32,64
 
+A step gathers each group once, unless `--reshard` is given: with it, a step with few groups gathers less, because groups
+of up to the bytes of the largest stay gathered.
+
 The hosts are network namespaces of this machine (tools/hosts.py), which take root. Each host runs one client of one
 device. The model is a chain of Dense layers without biases; all kernels are grouped, and `max_group_bytes` is one of
 the sizes, in MiB. One launched run of a rate measures its links, compiles a model for each size, and trains all models
@@ -31,6 +34,7 @@ KIBI, MEBI = 1 << 10, 1 << 20
 _RATES = flags.DEFINE_list("rates", ["1gbit"], "Rates of the hosts' links, with a delay: 100mbit+5ms.")
 _SIZES = flags.DEFINE_list("sizes", ["0.25", "0.5", "1", "2", "4", "8", "16", "32"], "max_group_bytes in MiB.")
 _STAGE = flags.DEFINE_integer("stage", 3, "ZeRO stage.")
+_RESHARD = flags.DEFINE_boolean("reshard", False, "Gather again for the backward pass, except small groups.")
 _LAYERS = flags.DEFINE_integer("layers", 96, "Dense layers.")
 _WIDTH = flags.DEFINE_integer("width", 256, "Width of the layers. A kernel has 4 * width**2 bytes.")
 _BATCH = flags.DEFINE_integer("batch_size", 256, "Samples of a step.")
@@ -55,7 +59,9 @@ def measure() -> dict:
         analyzer = tfshard.ParameterAnalyzer(
             group_threshold_bytes=1 << 40, max_group_bytes=max(int(float(size) * MEBI), 1)
         )
-        strategy = tfshard.ShardedStrategy(mesh, zero_stage=_STAGE.value, analyzer=analyzer)
+        strategy = tfshard.ShardedStrategy(
+            mesh, zero_stage=_STAGE.value, analyzer=analyzer, reshard_after_forward=_RESHARD.value
+        )
         model = keras.Sequential([keras.Input([_WIDTH.value])])
         for _ in range(_LAYERS.value):
             model.add(keras.layers.Dense(_WIDTH.value, "relu", use_bias=False))
