@@ -47,7 +47,7 @@ from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats, check_is_measurable
 from tfshard.operations import blocks as blocks_of_layers
 from tfshard.storage import steps
-from tfshard.training import attached_model, births, datasets, failures, gradient_copies, readiness
+from tfshard.training import attached_model, births, datasets, decisions, failures, gradient_copies, readiness
 from tfshard.training.attached_variables import attach_global_seed
 from tfshard.training.hooks import ShardedExtended
 from tfshard.training.strategy_base import StrategyBase
@@ -487,6 +487,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         found = blocks_of_layers.install(model, blocks, keep_products)
         self.functions.clear()
         model.train_function = None
+        decisions.tell_recomputed(model, found)
         return found
 
     @process_lock.locked

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from tfshard.devices import clients, messages, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.operations import blocks
-from tfshard.training import failures
+from tfshard.training import decisions, failures
 from tfshard.training.attached_variables import attach_global_seed, attach_variables
 from tfshard.training.models import Distributed, as_distributed
 from tfshard.training.strategy import ShardedStrategy
@@ -106,6 +107,7 @@ class _Pipelined(Distributed):
         for inner in _private.optimizer_chain(self.optimizer):
             _private.set_distribute_strategy(inner, strategy)
         pipeline.forget()
+        decisions.log(logging.INFO, lambda: _told(self.name, how, strategy))
 
     def _prepares(self, clone: keras.Model) -> bool:
         if not clone.built:
@@ -171,6 +173,18 @@ class _Pipelined(Distributed):
             return results[0] if len(results) == 1 else tf.nest.map_structure(lambda *of: tf.concat(of, 0), *results)
 
         return function
+
+
+def _told(name: str, how: _Cut, strategy: ShardedStrategy) -> str:
+    """Return what was decided for a pipeline, for the log."""
+    stages = "; ".join(
+        f"stage {stage.number} has {len(stage.layers)} layers, {stage.layers[0]} to {stage.layers[-1]}"
+        for stage in how.made.stages
+    )
+    return (
+        f"model '{name}': mesh {strategy.pipeline_axes} of {strategy.mesh.device_type()} devices, ZeRO stage "
+        f"{strategy.zero_stage}, schedule {how.schedule}, {how.microbatches} microbatches; {stages}"
+    )
 
 
 def _known_everywhere(value: Any) -> Any:
