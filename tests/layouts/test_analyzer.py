@@ -314,7 +314,8 @@ def test_untrained_variables_are_grouped_at_stage_3_from_one_mebibyte_on():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"group_threshold_bytes": -1}, {"max_group_bytes": 2.0}, {"group_threshold_bytes": True}, {"min_group_bytes": -1}],
+    "sizes",
+    [{"group_threshold_bytes": -1}, {"max_group_bytes": 2.0}, {"group_threshold_bytes": True}, {"min_group_bytes": -1}],
 )
 def test_a_size_that_is_no_number_of_bytes_is_refused(sizes):
     with pytest.raises(tfshard.errors.StrategyError, match=r"must be a number of bytes.*Received: (group|max|min)_.*="):

@@ -43,7 +43,9 @@ def compiled(mesh, *, stage=0, faulty=False, **options) -> keras.Model:
         Faulty(faulty=faulty, name="faulty"), keras.layers.Dense(4),
     ]  # fmt: skip
     model = tfshard.Sequential([keras.Input((8,)), *layers], name="chain")
-    layout_map = tfshard.LayoutMap({}) if "model" not in mesh else tfshard.LayoutMap({"chain/first/kernel": (None, "model")})
+    layout_map = (
+        tfshard.LayoutMap({}) if "model" not in mesh else tfshard.LayoutMap({"chain/first/kernel": (None, "model")})
+    )
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map, zero_stage=stage, **options)
     model.compile("adam", "mse", metrics=["mae"], strategy=strategy)
     return model

@@ -164,6 +164,7 @@ from tfshard._private.models import (
     set_metric_function,
     structure,
     symbolic_build,
+    symbolic_calls_undone,
     traced_models,
     unpickle_model,
 )
@@ -379,6 +380,7 @@ __all__ = [
     "could_record",
     "structure",
     "symbolic_build",
+    "symbolic_calls_undone",
     "traced_arguments",
     "traced_models",
     "track_loss",

@@ -14,7 +14,7 @@ from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts import gradient_reduction
-from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
+from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, PIPELINE_AXIS, REPLICA_AXIS, MeshAxes
 from tfshard.layouts.config import Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
@@ -22,7 +22,7 @@ from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.operations import blocks
-from tfshard.planning import statistics_traffic, step_graph
+from tfshard.planning import pipelined_steps, statistics_traffic, step_graph
 from tfshard.planning.analyzer import without_peak
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
@@ -54,6 +54,8 @@ class Candidate(Peak):
         compression: The compression of gradients; None for exact sums.
         encode_seconds: The time in which a device encodes and decodes the gradients of a step; None without links.
         step_seconds: The time of a step; None without a machine, or with a compression.
+        microbatches: The number of microbatches, on a mesh with a pipeline axis.
+        bubble: On a mesh with a pipeline axis, the share of time in which pipeline ranks wait; else None.
     """
 
     mesh_shape: dict[str, int]
@@ -65,6 +67,34 @@ class Candidate(Peak):
     compression: Any = None
     encode_seconds: float | None = None
     step_seconds: float | None = None
+    microbatches: int = 1
+    bubble: float | None = None
+
+    @property
+    def code(self) -> str:
+        """Python lines that compile `model` like this, with `optimizer`, `loss` and, with a model axis, `layout_map`.
+
+        >>> import tfshard
+        >>> from tfshard.layouts import VariableSpec
+        >>> advice = tfshard.advise([VariableSpec(path="a/kernel", shape=(64, 64))], 4, "1GiB", batch=32)
+        >>> print(advice.recommended.code)
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
+        model.compile(optimizer, loss, strategy=strategy)
+        """
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
+        options = f", zero_stage={self.zero_stage}"
+        options += ", layout_map=layout_map" if MODEL_AXIS in self.mesh_shape else ""
+        # A PowerSGD prints its fields.
+        prefix = "" if self.compression is None or isinstance(self.compression, str) else "tfshard."
+        options += "" if self.compression is None else f", compression={prefix}{self.compression!r}"
+        lines = [
+            f"strategy = tfshard.ShardedStrategy(tfshard.create_mesh({axes}){options})",
+            "model.compile(optimizer, loss, strategy=strategy)",
+        ]
+        if PIPELINE_AXIS in self.mesh_shape:
+            ranks = self.mesh_shape[PIPELINE_AXIS]
+            lines.insert(0, f"model = tfshard.pipeline(model, stages={ranks}, microbatches={self.microbatches})")
+        return "\n".join(lines + ["strategy.recompute(model)"] * self.recompute)
 
     @property
     def seconds(self) -> float:
@@ -135,6 +165,7 @@ class Advice:
             needed = f"too large: needs {tables.short_size(each.needed_bytes)} with room to spare"
             verdict = each.problem or ("fits" if each.fits else needed)
             verdict += ", with recompute" if each.recompute else ""
+            verdict += "" if each.bubble is None else f", {_pipeline_text(each)}"
             verdict += "" if each.compression is None else f", {each.compression}"
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
         return tables.as_text(*self.reasons, table)
@@ -172,6 +203,10 @@ def advise(
     With `machine` (measured by `tfshard calibrate`, or described in a file), `advise` prefers the fitting mesh and
     stage with the shortest steps. A step is the computation, repeated computation included, and the part of the
     collectives that the computation does not hide (docs/simulating.md). `links` replaces the links of the machine.
+
+    `advise` also considers pipelines (`create_mesh(pipeline=2, batch=2)`, `tfshard.pipeline`) if the model can be cut: with
+    `machine` in any case, else only if nothing else fits. Their steps include the time in which pipeline ranks wait.
+    `Candidate.code` has the lines that compile a model like a candidate.
 
     With `compression` and links, `advise` also considers each mesh and stage with the compression, and proposes it if
     it clearly pays: if collectives and encoding take at most nine tenths of the time of exact collectives, even if
@@ -283,12 +318,18 @@ def advise(
                 continue
             activations = (activation_bytes or 0) * (batch // data_size)
             candidates.append(step.measure(empty, chosen, reduction, activations))
+    pipelines = []
+    if on is not None or not any(each.fits for each in candidates):
+        pipelines = step.pipelines(devices, batch, memory_per_device, has_blocks=has_blocks)
     if on is not None:
+        candidates += pipelines
         candidates.sort(key=lambda each: math.inf if each.step_seconds is None else each.step_seconds)
     elif known is not None:
         # Candidates with unknown times come last.
         exact = {_where(each): each for each in candidates if each.compression is None}
         candidates.sort(key=lambda each: (each.recompute, _preferred_by(each, exact[_where(each)])))
+    if on is None:
+        candidates += pipelines  # The bubble is not in the time of collectives, so that pipelines come last.
     return _choose(candidates, activation_bytes is None and inputs is None, has_model_axis)
 
 
@@ -413,6 +454,50 @@ class _AdvisedStep:
             waits_in_backward=self.inputs is not None and bool(statistics_traffic.statistics_of(self.model)),
         )
         return self._timed(dataclasses.replace(empty, **dataclasses.asdict(peak)), placement, graph)
+
+    def pipelines(self, devices: int, batch: int, memory_per_device: int, *, has_blocks: bool) -> list[Candidate]:
+        """Return the candidates with a pipeline axis, the shortest axis first, if the model can be cut."""
+        if not isinstance(self.model, keras.Model) or self.inputs is None:
+            return []
+        found = []
+        ways = [(ZeroStage.SLOTS, None), (ZeroStage.PARAMETERS, None)]
+        ways += [(ZeroStage.PARAMETERS, blocks.AUTO)] * has_blocks
+        for ranks, (stage, recompute) in itertools.product(pipelined_steps.sizes(devices), ways):
+            data_size = devices // ranks
+            count = pipelined_steps.microbatches_of(ranks, data_size, batch)
+            if count is None:
+                continue
+            predicted = pipelined_steps.predict(
+                pipelined_steps.PipelineQuestion(
+                    model=self.model,
+                    ranks=ranks,
+                    data_size=data_size,
+                    microbatches=count,
+                    config=dataclasses.replace(self.config, zero_stage=stage),
+                    inputs=self.inputs,
+                    optimizer=self.optimizer,
+                    recompute=recompute,
+                    links=self.links,
+                    machine=self.machine,
+                )
+            )
+            if predicted is None:
+                continue
+            found.append(
+                Candidate(
+                    mesh_shape={PIPELINE_AXIS: ranks, BATCH_AXIS: data_size},
+                    zero_stage=stage,
+                    recompute=recompute is not None,
+                    memory_per_device=memory_per_device,
+                    microbatches=count,
+                    bubble=predicted.bubble,
+                    step_seconds=predicted.seconds,
+                    collective_seconds=predicted.collective_seconds,
+                    encode_seconds=None if predicted.collective_seconds is None else 0.0,
+                    **dataclasses.asdict(predicted.peak),
+                )
+            )
+        return found
 
     def _timed(self, empty: Candidate, placement: ModelPlacement, graph: StepGraph) -> Candidate:
         """Add the time of collectives and encoding, if the links are known."""
@@ -575,7 +660,12 @@ def _verdict(each: Candidate, exact: Candidate, chosen: Candidate) -> str:
 def _text(candidate: Candidate) -> str:
     again = " with strategy.recompute(model)" if candidate.recompute else ""
     option = "" if candidate.compression is None else f" with compression={candidate.compression!r}"
-    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}"
+    pipeline = "" if candidate.bubble is None else f", {_pipeline_text(candidate)}"
+    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}{pipeline}"
+
+
+def _pipeline_text(candidate: Candidate) -> str:
+    return f"{candidate.microbatches} microbatches (ranks wait {candidate.bubble:.0%})"
 
 
 def _mesh_text(mesh_shape: Mapping[str, int]) -> str:

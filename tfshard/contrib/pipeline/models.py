@@ -226,13 +226,24 @@ def _check(
         )
     if settings.get("jit_compile") is True:
         _raise_jit_compile(model)
+    if (refusal := refusal_of_steps(model)) is not None:
+        raise StrategyError(refusal)
+    check_shared(made, len(strategy.ranks))
+
+
+def refusal_of_steps(model: keras.Model) -> str | None:
+    """Return why a pipeline cannot run the steps of a model; None if it can."""
     for name in ("train_step", "test_step", "predict_step"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
-            raise StrategyError(
+            return (
                 f"A pipeline runs the {name} of keras.Model, but {type(model).__name__} overrides it. Override "
                 "compute_loss or compute_metrics instead, or use a mesh without a pipeline axis."
             )
-    count = len(strategy.ranks)
+    return None
+
+
+def check_shared(made: CutModel, count: int) -> None:
+    """Raise `StrategyError` if `count` pipeline ranks would share a variable that they cannot share."""
     at: dict[int, int] = {}
     for stage in made.stages:
         for variable, _ in inventory.owned_variables(stage.model):
