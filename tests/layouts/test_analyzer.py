@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tfshard.layouts.config import ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout
+from tfshard.planning import Link, Links
 
 MEBI = 1 << 20
 
@@ -322,12 +324,40 @@ def test_a_size_that_is_no_number_of_bytes_is_refused(sizes):
         tfshard.ParameterAnalyzer(**sizes)
 
 
-def test_presets_follow_the_rule_of_their_table():
+def test_presets_follow_the_rule_of_their_table_and_grow_with_the_speed_of_the_network():
     presets = tfshard.presets
     sizes = [
         (p.group_threshold_bytes, p.max_group_bytes)
         for p in (presets.INFINIBAND, presets.TEN_GBE, presets.ONE_GBE, presets.SLOW)
     ]
-    assert sizes == [(4 * MEBI, 64 * MEBI), (MEBI // 2, 8 * MEBI), (MEBI // 4, 4 * MEBI), (MEBI // 2, 8 * MEBI)]
+    assert sizes == [(4 * MEBI, 32 * MEBI), (MEBI // 2, 16 * MEBI), (MEBI // 4, 8 * MEBI), (MEBI // 2, 4 * MEBI)]
+    largest = [maximum for _, maximum in sizes]
+    assert largest == sorted(largest, reverse=True)
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) (\wiB) \| (\d+) MiB \|$", presets.__doc__, re.MULTILINE)
+    told = [(int(size) << {"KiB": 10, "MiB": 20}[unit], int(most) * MEBI) for _, size, unit, most in rows]
+    assert [name for name, *_ in rows] == ["INFINIBAND", "TEN_GBE", "ONE_GBE", "SLOW"] and told == sizes
     with pytest.raises(tfshard.errors.StrategyError, match="must be positive.*Received: latency=0"):
         presets.for_network(latency=0, bandwidth=1e9)
+
+
+def test_an_analyzer_is_made_from_the_file_of_a_measured_network(tmp_path):
+    fast, slow = Link(latency=1e-5, bandwidth=1e10), Link(latency=250e-6, bandwidth=125e6)
+    measured = Links.of(devices_per_host=2, inside=fast, between=slow)
+    measured.save(tmp_path / "network.json")
+    found = tfshard.ParameterAnalyzer.for_network(tmp_path / "network.json")
+    assert found == tfshard.ParameterAnalyzer.for_network(measured) == tfshard.presets.ONE_GBE
+    # Of one host, the link inside.
+    alone = tfshard.ParameterAnalyzer.for_network(Links.of(devices_per_host=2, inside=fast))
+    assert alone == tfshard.presets.for_network(latency=1e-5, bandwidth=1e10)
+    assert alone.max_group_bytes > found.max_group_bytes
+
+
+def test_a_network_that_is_none_is_refused(tmp_path):
+    (tmp_path / "other.json").write_text('{"loss": 1}')
+    (tmp_path / "text.json").write_text("loss")
+    for network in (tmp_path / "other.json", 3, None, {"across": {}}):
+        with pytest.raises(tfshard.errors.StrategyError, match="network must be .*--save=FILE.*Received: network="):
+            tfshard.ParameterAnalyzer.for_network(network)
+    for name in ("text.json", "missing.json"):
+        with pytest.raises(tfshard.errors.StrategyError, match="network cannot be read.*--save=FILE.*Received: "):
+            tfshard.ParameterAnalyzer.for_network(tmp_path / name)
