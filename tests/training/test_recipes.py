@@ -129,7 +129,6 @@ def test_a_scikit_learn_regressor_and_transformer_give_the_values_of_one_device(
         ]
         name = "predict" if kind is keras.wrappers.SKLearnRegressor else "transform"
         assert_same(getattr(ours, name)(X), getattr(plain, name)(X), atol=1e-5)
-    # A strategy in the arguments is copied by `clone`, and stays the same strategy.
 
 
 # --- tf.data from TFRecords ---------------------------------------------------------------------------

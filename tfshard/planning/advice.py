@@ -204,9 +204,9 @@ def advise(
     stage with the shortest steps. A step is the computation, repeated computation included, and the part of the
     collectives that the computation does not hide (docs/simulating.md). `links` replaces the links of the machine.
 
-    `advise` also considers pipelines (`create_mesh(pipeline=2, batch=2)`, `tfshard.pipeline`) if the model can be cut: with
-    `machine` in any case, else only if nothing else fits. Their steps include the time in which pipeline ranks wait.
-    `Candidate.code` has the lines that compile a model like a candidate.
+    `advise` also considers pipelines (`create_mesh(pipeline=2, batch=2)`, `tfshard.pipeline`) if the model can be cut:
+    with `machine` in any case, else only if nothing else fits. Their steps include the time in which pipeline ranks
+    wait. `Candidate.code` has the lines that compile a model like a candidate.
 
     With `compression` and links, `advise` also considers each mesh and stage with the compression, and proposes it if
     it clearly pays: if collectives and encoding take at most nine tenths of the time of exact collectives, even if
@@ -460,7 +460,7 @@ class _AdvisedStep:
         if not isinstance(self.model, keras.Model) or self.inputs is None:
             return []
         found = []
-        ways = [(ZeroStage.SLOTS, None), (ZeroStage.PARAMETERS, None)]
+        ways: list[tuple[ZeroStage, str | None]] = [(ZeroStage.SLOTS, None), (ZeroStage.PARAMETERS, None)]
         ways += [(ZeroStage.PARAMETERS, blocks.AUTO)] * has_blocks
         for ranks, (stage, recompute) in itertools.product(pipelined_steps.sizes(devices), ways):
             data_size = devices // ranks

@@ -116,7 +116,8 @@ def _details(placement: ModelPlacement) -> Iterator[str]:
     """Yield a line for each group, and for each variable outside of groups."""
     for number, members in placement.groups().items():
         paths = ", ".join(each.spec.path for each in members)
-        yield f"  group {number}: {_count(members, 'variable')}, {_bytes(members)}, stored {members[0].storage}: {paths}"
+        count, stored = _count(members, "variable"), members[0].storage
+        yield f"  group {number}: {count}, {_bytes(members)}, stored {stored}: {paths}"
     for each in placement.variables:
         if each.grouped:
             continue

@@ -4,8 +4,8 @@
     python tools/bench/group_sizes.py --rates=100mbit,100mbit+5ms --layers=40 --steps=2
     python tools/bench/group_sizes.py --rates=10gbit --layers=192 --sizes=0.5,1,4,8,16,32,64
 
-A step gathers each group once, unless `--reshard` is given: with it, a step with few groups gathers less, because groups
-of up to the bytes of the largest stay gathered.
+A step gathers each group once, unless `--reshard` is given: with it, a step with few groups gathers less, because
+groups of up to the bytes of the largest stay gathered.
 
 The hosts are network namespaces of this machine (tools/hosts.py), which take root. Each host runs one client of one
 device. The model is a chain of Dense layers without biases; all kernels are grouped, and `max_group_bytes` is one of

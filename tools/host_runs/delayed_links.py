@@ -2,8 +2,9 @@
 
     python -m tools.host_runs.delayed_links HOST_NAMESPACE eth0 SWITCH_NAMESPACE port0 0.005
 
-Kernels without `sch_netem` cannot delay packets. This process creates a tap interface in each namespace, prints `ready`,
-and copies packets between the interfaces until it is killed. The shaping of the interfaces (tc-tbf) stays the kernel's.
+Kernels without `sch_netem` cannot delay packets. This process creates a tap interface in each namespace, prints
+`ready`, and copies packets between the interfaces until it is killed. The shaping of the interfaces (tc-tbf) stays the
+kernel's.
 """
 
 import collections

@@ -205,7 +205,8 @@ def _sent_seconds(stage: _PredictedStage, question: PipelineQuestion, links: Lin
 
 
 def _bytes(spec: tf.TensorSpec) -> int:
-    return math.prod(spec.shape) * int(spec.dtype.size)
+    elements: int = math.prod(tuple(spec.shape)) * int(spec.dtype.size)
+    return elements
 
 
 pipelined_steps.PREDICTORS.append(predict)

@@ -184,8 +184,9 @@ def simulate(
     """Predict steps of a model on clusters of several sizes, and find the quickest mesh that fits each size.
 
     For each number of devices, `simulate` tries the sizes of the model axis within a host (with a layout map) and
-    replicas of full hosts. It also tries numbers of microbatches, blocks computed again or not, and pipelines of 2, 4 and
-    8 stages if the model can be cut (`tfshard.pipeline`). The graph of a step gives its time (`tfshard.planning.machine`), with the collectives beside it; memory is estimated as in `advise`.
+    replicas of full hosts. It also tries numbers of microbatches, blocks computed again or not, and pipelines of 2, 4
+    and 8 stages if the model can be cut (`tfshard.pipeline`). The graph of a step gives its time
+    (`tfshard.planning.machine`), with the collectives beside it; memory is estimated as in `advise`.
     Nothing is allocated. docs/simulating.md lists the assumptions, and compares predictions with measured and published
     numbers.
 
