@@ -16,9 +16,9 @@ for MPP"). The network could send `latency * bandwidth` bytes while one collecti
 | `ONE_GBE` | 250 us | 125 MB/s | 31 KB | 256 KiB | 8 MiB |
 | `SLOW` | 20 ms | 12.5 MB/s (100 Mbit/s, between sites) | 250 KB | 512 KiB | 4 MiB |
 
-The latencies and bandwidths are nominal. Step times by the size of groups were measured over shaped links of 10
-Gbit/s, 1 Gbit/s, and 100 Mbit/s with and without 5 ms of delay (docs/planning.md has the table and the command);
-InfiniBand was not run. For a network that you measured, use `tfshard.ParameterAnalyzer.for_network("network.json")`.
+The latencies and bandwidths are nominal. Step times by the size of groups were measured over shaped links of 1 Gbit/s,
+and of 100 Mbit/s with and without 5 ms of delay (docs/measurements.md, "Sizes of groups"). `TEN_GBE` and `INFINIBAND`
+continue the rule, and were not run. For a network that you measured, use `tfshard.ParameterAnalyzer.for_network("network.json")`.
 """
 
 from tfshard.layouts import network_sizes
