@@ -18,7 +18,8 @@ for MPP"). The network could send `latency * bandwidth` bytes while one collecti
 
 The latencies and bandwidths are nominal. Step times by the size of groups were measured over shaped links of 1 Gbit/s,
 and of 100 Mbit/s with and without 5 ms of delay (docs/measurements.md, "Sizes of groups"). `TEN_GBE` and `INFINIBAND`
-continue the rule, and were not run. For a network that you measured, use `tfshard.ParameterAnalyzer.for_network("network.json")`.
+continue the rule, and were not run. For a network that you measured, use
+`tfshard.ParameterAnalyzer.for_network("network.json")`.
 """
 
 from tfshard.layouts import network_sizes

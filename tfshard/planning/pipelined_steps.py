@@ -4,7 +4,8 @@ An extension appends a function to `PREDICTORS` when it is imported. `contrib/pi
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import keras
@@ -31,6 +32,7 @@ class PipelineQuestion:
         recompute: Blocks to compute again in addition to the marked blocks; None for none.
         links: The links between devices, if they are known.
         machine: The machine, if it is known.
+        traced: Keeps what is traced between questions about the same model and settings.
     """
 
     model: keras.Model
@@ -43,6 +45,7 @@ class PipelineQuestion:
     recompute: str | None = None
     links: Links | None = None
     machine: Machine | None = None
+    traced: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,9 @@ PREDICTORS: list[Callable[[PipelineQuestion], PipelinePrediction | None]] = []
 
 # The most pipeline ranks that are considered, and microbatches for each rank.
 MOST_RANKS = 8
-_MICROBATCHES_OF_A_RANK = 4
+_MICROBATCHES_OF_A_RANK, _MOST_MICROBATCHES_OF_A_RANK = 4, 16
+# The rows that a device has of a microbatch, if the batch allows it: few numbers, so that few steps are traced.
+_ROWS = (1, 2, 4, 8, 16)
 
 
 def sizes(devices: int) -> list[int]:
@@ -85,14 +90,17 @@ def sizes(devices: int) -> list[int]:
 
 
 def microbatches_of(ranks: int, data_size: int, batch: int) -> int | None:
-    """Return the number of microbatches to consider; None if the batch cannot fill the ranks.
+    """Return the number of microbatches to consider, near four for each rank; None if the batch cannot fill the ranks.
 
     >>> microbatches_of(ranks=2, data_size=4, batch=64)
     8
     """
-    rows = batch // data_size
-    fits = [count for count in range(ranks, _MICROBATCHES_OF_A_RANK * ranks + 1) if rows % count == 0]
-    return max(fits) if fits and batch % data_size == 0 else None
+    if batch % data_size:
+        return None
+    rows, aim = batch // data_size, _MICROBATCHES_OF_A_RANK * ranks
+    counts = [each for each in range(ranks, _MOST_MICROBATCHES_OF_A_RANK * ranks + 1) if rows % each == 0]
+    preferred = [each for each in counts if rows // each in _ROWS]
+    return min(preferred or counts, key=lambda each: abs(math.log(each / aim)), default=None)
 
 
 def predict(question: PipelineQuestion) -> PipelinePrediction | None:

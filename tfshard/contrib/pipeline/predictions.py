@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 import keras
 import tensorflow as tf
@@ -17,7 +16,7 @@ from tfshard.layouts.axes import BATCH_AXIS
 from tfshard.layouts.config import Microbatches, ShardingConfig
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.planning import pipelined_steps, statistics_traffic, step_graph, variable_traffic
+from tfshard.planning import pipelined_steps, statistics_traffic, step_graph
 from tfshard.planning.analyzer import without_peak
 from tfshard.planning.links import Links
 from tfshard.planning.machine import Work
@@ -30,6 +29,8 @@ _SCHEDULE = "1f1b"
 # A backward task computes the forward pass again, except in the last stage, where one task does both passes. A backward
 # pass takes twice the time of a forward pass.
 _FORWARD, _BACKWARD, _BOTH = 1 / 3, 4 / 3, 1.0
+# A step on more devices is predicted from a step on this many, as in `contrib.simulate`.
+_TRACED_DEVICES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,33 +64,85 @@ def predict(question: PipelineQuestion) -> PipelinePrediction | None:
     optimizer = model_specs.optimizer_of(model, question.optimizer)
     if isinstance(optimizer, keras.optimizers.Optimizer) and len(_private.optimizer_chain(optimizer)) > 1:
         return None
+    schedule = Schedule.of(_SCHEDULE, ranks=ranks, stages=ranks, microbatches=question.microbatches)
     with _private.symbolic_calls_undone(model):
         try:
             made = cut(model, ranks)
             models.check_shared(made, ranks)
-        except StrategyError:
-            return None
-        microbatches = Microbatches(count=question.microbatches)
-        inputs = variable_traffic.inputs_of_microbatch(microbatches, question.inputs, {BATCH_AXIS: question.data_size})
-        shapes = made.shapes(inputs)
-        schedule = Schedule.of(_SCHEDULE, ranks=ranks, stages=ranks, microbatches=question.microbatches)
-        config = dataclasses.replace(question.config, layout_map=LayoutMap(), microbatches=microbatches)
-        try:
-            stages = [
-                _stage(question, made, number, shapes, config, optimizer, schedule.in_flight[number])
-                for number in range(ranks)
-            ]
-        except LayoutError:
+            stages = [_stage(question, made, number, optimizer, schedule.in_flight[number]) for number in range(ranks)]
+        except (LayoutError, StrategyError):
             return None
     return _of_stages(question, schedule, stages)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TracedStage:
+    """A stage with one microbatch, traced for every mesh on which a device has as many rows.
+
+    Attributes:
+        peak: Bytes of a device, without stored bytes and without the inputs of other microbatches.
+        step: The step, to be timed on a machine; None without a machine.
+        graph: The graph of the forward and the backward pass.
+        input_bytes: Bytes of the inputs on a device.
+        sent_bytes: Bytes that a device sends to other stages.
+    """
+
+    peak: Peak
+    step: TracedStep | None
+    graph: step_graph.StepGraph
+    input_bytes: int
+    sent_bytes: int
+
+
+def _trace(
+    question: PipelineQuestion,
+    made: CutModel,
+    number: int,
+    optimizer: model_specs.OptimizerLike,
+    config: ShardingConfig,
+    devices: int,
+    rows: int,
+) -> _TracedStage:
+    """Trace a stage with a microbatch of some rows for each of some devices."""
+    stage = made.stages[number]
+    shapes = made.shapes(keras.tree.map_structure(lambda each: _with_rows(each, rows * devices), question.inputs))
+    takes = [shapes[source] for source in stage.takes]
+    specs = model_specs.specs_of(stage.model)
+    placement = ModelPlacement.of(specs, config, mesh_shape={BATCH_AXIS: devices}).check()
+    graph = step_graph.trace(stage.model, placement, inputs=takes, recompute=question.recompute)
+    peak = peak_of(
+        graph,
+        placement,
+        stored_bytes=0,
+        slots=model_specs.slots_of(optimizer, specs),
+        timing=UpdateTiming.of(optimizer),
+        waits_in_backward=bool(statistics_traffic.statistics_of(stage.model)),
+    )
+    step = None
+    if question.machine is not None:
+        step = TracedStep.of(stage.model, placement, inputs=takes, recompute=question.recompute)
+    given = [Source(number, each) for each in range(stage.gives)]
+    sent = sum(_bytes(shapes[each]) * sum(reader != number for reader in made.readers(each)) for each in given)
+    return _TracedStage(
+        peak=peak,
+        step=step,
+        graph=graph,
+        input_bytes=sum(map(_bytes, takes)) // devices,
+        sent_bytes=sent // devices,
+    )
+
+
+def _with_rows(spec: object, rows: int) -> tf.TensorSpec:
+    """Return the spec of an input with another number of rows."""
+    shape: tuple[int, ...] = tuple(spec.shape)  # type: ignore[attr-defined]
+    dtype = keras.backend.standardize_dtype(spec.dtype)  # type: ignore[attr-defined]
+    return tf.TensorSpec((rows, *shape[1:]), dtype)
 
 
 def _stage(
     question: PipelineQuestion,
     made: CutModel,
     number: int,
-    shapes: Mapping[Source, tf.TensorSpec],
-    config: ShardingConfig,
     optimizer: model_specs.OptimizerLike,
     in_flight: int,
 ) -> _PredictedStage:
@@ -99,54 +152,45 @@ def _stage(
         question: The question.
         made: The stages.
         number: The number of the stage.
-        shapes: The tensors between stages, for a microbatch.
-        config: The settings of the stage.
         optimizer: The optimizer.
         in_flight: For how many microbatches the stage keeps its inputs.
     """
     stage, mesh_shape = made.stages[number], {BATCH_AXIS: question.data_size}
+    config = dataclasses.replace(
+        question.config, layout_map=LayoutMap(), microbatches=Microbatches(count=question.microbatches)
+    )
+    samples = keras.tree.flatten(question.inputs)[0].shape[0]
+    rows = samples // (question.data_size * question.microbatches)
+    devices = min(question.data_size, _TRACED_DEVICES)
+    key = (question.ranks, number, devices, rows, config.zero_stage, question.recompute, question.machine is None)
+    if key not in question.traced:
+        question.traced[key] = _trace(question, made, number, optimizer, config, devices, rows)
+    traced: _TracedStage = question.traced[key]
     specs = model_specs.specs_of(stage.model)
     slots = model_specs.slots_of(optimizer, specs)
     placement = ModelPlacement.of(specs, config, mesh_shape=mesh_shape).check()
-    takes = [shapes[source] for source in stage.takes]
-    timing = UpdateTiming.of(optimizer)
-    graph = step_graph.trace(stage.model, placement, inputs=takes, recompute=question.recompute)
-    kept = in_flight * sum(map(_bytes, takes)) // question.data_size
-    peak = peak_of(
-        graph,
-        placement,
-        stored_bytes=ShardingPlan.from_placement(placement, slots=slots).resting_bytes(),
-        slots=slots,
-        timing=timing,
-        activation_bytes=kept,
-        waits_in_backward=bool(statistics_traffic.statistics_of(stage.model)),
-    )
-    given = [Source(number, each) for each in range(stage.gives)]
-    sent = sum(_bytes(shapes[each]) * sum(reader != number for reader in made.readers(each)) for each in given)
+    stored = ShardingPlan.from_placement(placement, slots=slots).resting_bytes()
+    kept = traced.peak.activation_bytes + in_flight * traced.input_bytes
     compute = task = update = collectives = 0.0
-    unknown = ""
-    if question.links is not None:
-        plan = without_peak(placement, stage.model, slots=slots, optimizer=optimizer, inputs=None, graph=graph)
-        # The plan has the collectives of a step; all of them run once for each microbatch.
-        collectives = (plan.over(question.links).collective_seconds or 0.0) / question.microbatches
     if question.machine is not None:
-        traced = TracedStep.of(
-            stage.model, placement, inputs=takes, timing=UpdateTiming(), recompute=question.recompute
-        )
+        assert traced.step is not None
         start = question.machine.seconds(Work(steps=1))
-        time = traced.on(question.machine, mesh_shape, updated_bytes=0)
+        time = traced.step.on(question.machine, mesh_shape, updated_bytes=0)
         compute, task = max(0.0, time.compute_seconds - start), max(0.0, time.seconds - start)
         collectives = time.collective_seconds
         update = question.machine.seconds(Work(updated_bytes=updated_bytes_of(placement, slots), steps=1))
-        unknown = traced.unknown
+    elif question.links is not None:
+        plan = without_peak(placement, stage.model, slots=slots, optimizer=optimizer, inputs=None, graph=traced.graph)
+        # The plan has the collectives of a step; all of them run once for each microbatch.
+        collectives = (plan.over(question.links).collective_seconds or 0.0) / question.microbatches
     return _PredictedStage(
-        peak=peak,
+        peak=dataclasses.replace(traced.peak, stored_bytes=stored, activation_bytes=kept),
         compute_seconds=compute,
         task_seconds=task,
         update_seconds=update,
         collective_seconds=collectives,
-        sent_bytes=sent,
-        unknown=unknown,
+        sent_bytes=traced.sent_bytes * question.data_size,
+        unknown="" if traced.step is None else traced.step.unknown,
     )
 
 

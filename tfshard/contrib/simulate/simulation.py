@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -324,6 +324,8 @@ class Simulator:
         self._timing = UpdateTiming.of(optimizer)
         self._has_blocks = blocks.can_mark(model)
         self._steps: dict[tuple[object, ...], tuple[TracedStep, int]] = {}
+        # What predictions of pipelines have traced.
+        self._pipelined: dict[Hashable, Any] = {}
         flops = training_flops(model, model_graph.batch_of(model, 1, length))
         self._flops = None if flops is None else flops * batch
 
@@ -377,6 +379,7 @@ class Simulator:
                 optimizer=self._optimizer,
                 recompute=recompute,
                 machine=machine,
+                traced=self._pipelined,
             )
             predicted = pipelined_steps.predict(question)
             if predicted is not None:
