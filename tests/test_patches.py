@@ -10,6 +10,13 @@ from tfshard._private import patches
 
 _SEARCHES = {"gc.get_objects", "gc.get_referrers", "gc.collect", "sys._getframe", "_private.scope_callers"}
 
+# The functions of the backend of keras.distribution.
+_DISTRIBUTION = (
+    "list_devices", "get_device_count", "initialize", "num_processes", "process_id", "distribute_tensor",
+    "distribute_variable", "distribute_value", "distribute_data_input", "_to_backend_device", "_to_backend_mesh",
+    "_to_backend_layout",
+)  # fmt: skip
+
 _SCRIPT = """
 import sys, types
 import keras
@@ -66,6 +73,12 @@ def test_every_patch_that_stays_after_a_training_is_listed():
     lines = [line.split(" ", 1) for line in done.stdout.splitlines() if " " in line]
     found = {key: {name for kind, name in lines if kind == key} for key in ("CHANGED", "LISTED", "IMPORT")}
     assert found["IMPORT"] == {
+        *(f"keras.src.backend.tensorflow.distribution_lib.{name}" for name in _DISTRIBUTION),
+        "keras.src.backend.tensorflow.core.Variable._initialize",
+        "keras.src.backend.tensorflow.trainer.TensorFlowTrainer.make_predict_function",
+        "keras.src.models.model.Model.export",
+        "keras.src.models.model.Model.save",
+        "keras.src.models.model.Model.save_weights",
         "keras.src.backend.tensorflow.trainer.TensorFlowTrainer.__init__",
         "keras.src.trainers.trainer.Trainer.compile",
         "keras.src.models.model.Model.__init_subclass__",

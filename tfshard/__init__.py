@@ -49,7 +49,16 @@ if not command_line.is_answered_alone():
     from tfshard.measure import profile_network, profile_step
     from tfshard.operations.local_map import local_map, psum
     from tfshard.planning import ParameterAnalyzer, advise, lint, plan
-    from tfshard.training import Model, Sequential, ShardedStrategy, as_distributed, random_map
+    from tfshard.training import (
+        Model,
+        Sequential,
+        ShardedStrategy,
+        as_distributed,
+        find_batch_size,
+        keras_distribution,
+        random_map,
+        strategy_of,
+    )
     from tfshard.verifying import verify
 
     # Names that were in tfshard.planning until 0.2.
@@ -86,8 +95,10 @@ __all__ = [
     "create_mesh",
     "errors",
     "export",
+    "find_batch_size",
     "import_weights",
     "initialize",
+    "keras_distribution",
     "layers",
     "lint",
     "local_map",
@@ -102,5 +113,6 @@ __all__ = [
     "psum",
     "random_map",
     "simulate",
+    "strategy_of",
     "verify",
 ]

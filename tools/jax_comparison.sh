@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # tfshard next to Keras on JAX (keras.distribution.ModelParallel), which gets a virtual environment of its own:
 #
-#   tools/jax_comparison.sh    # one model's losses agree; exit status 1 if they do not
+#   tools/jax_comparison.sh    # losses agree; exit status 1 if they do not
 #
 #   TFSHARD_JAX_VENV   where that environment is; by default .venv-jax in the repository
 #
@@ -23,4 +23,6 @@ if ! cmp -s "$requirements" "$jax_venv/tfshard-requirements.txt"; then
   cp "$requirements" "$jax_venv/tfshard-requirements.txt"
 fi
 
-exec python -m tools.jax_comparison.parity --jax_python="$jax_venv/bin/python" "$@"
+python -m tools.jax_comparison.parity --jax_python="$jax_venv/bin/python" "$@"
+# One script of keras.distribution, on both backends.
+exec python -m tools.jax_comparison.distributions --jax_python="$jax_venv/bin/python"

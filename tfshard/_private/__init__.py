@@ -15,6 +15,7 @@ Callers take names from here (`_private.flatten_layers`). The modules group them
     patches, threads                 both: functions replaced in the process, or in one thread only
     losses                           Keras: the divisors of losses
     epochs, weight_files             Keras: the epochs of a fit; weight files
+    distributions                    Keras: the backend of `keras.distribution`
     saving                           both: which process writes checkpoints and models
     weak                             neither: weak collections that compare users' objects by identity
 """
@@ -37,6 +38,7 @@ from keras.src import backend as keras_backend
 from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.distribution.distribution_lib import Distribution
 from keras.src.export.export_utils import get_input_signature as input_signature
 from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
@@ -59,6 +61,15 @@ from tfshard._private.context import (
     without_log,
 )
 from tfshard._private.devices import give_separate_device, set_device_in
+from tfshard._private.distributions import (
+    around_new_variables,
+    before_first_use_of_models,
+    explicit_layout,
+    remove_distribution_backend,
+    set_distribution_backend,
+    set_explicit_layout,
+    without_distribution,
+)
 from tfshard._private.epochs import EpochIterator, is_of_arrays, set_initial_epoch
 from tfshard._private.functional import (
     flat_inputs,
@@ -167,6 +178,7 @@ from tfshard._private.models import (
     symbolic_calls_undone,
     traced_models,
     unpickle_model,
+    when_model_is_made,
 )
 from tfshard._private.native_log import quiet_native_log, without_native_errors
 from tfshard._private.op_rewriting import (
@@ -225,6 +237,7 @@ __all__ = [
     "TRACKING_ATTRIBUTE",
     "WEIGHTS_MEMBER",
     "Call",
+    "Distribution",
     "EpochIterator",
     "Functional",
     "Reduced",
@@ -401,4 +414,12 @@ __all__ = [
     "write_keras_file",
     "write_models_in",
     "write_weights_file",
+    "around_new_variables",
+    "before_first_use_of_models",
+    "explicit_layout",
+    "remove_distribution_backend",
+    "set_distribution_backend",
+    "set_explicit_layout",
+    "when_model_is_made",
+    "without_distribution",
 ]

@@ -268,6 +268,13 @@ def register_same_name(cls: type, original: type) -> None:
 
 
 _recorded_models: WeakIdentitySet[keras.Model] = WeakIdentitySet()
+# Called with each new model, before its layers exist.
+_when_made: list[Callable[[keras.Model], None]] = []
+
+
+def when_model_is_made(callback: Callable[[keras.Model], None]) -> None:
+    """Call `callback` with each new Keras model when its constructor has stored the strategy, after `record_models`."""
+    _when_made.append(callback)
 
 
 def record_models() -> None:
@@ -282,6 +289,9 @@ def record_models() -> None:
     def recorded_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         _record(self)
+        if issubclass(type(self), keras.Model):
+            for callback in _when_made:
+                callback(self)
 
     patches.replace(trainer, "__init__", recorded_init, "records each model, to find the models of a strategy")
     for found in gc.get_referrers(*_subclasses(keras.Model)):

@@ -80,6 +80,7 @@ NAMES = (
         "src.backend.common.name_scope": "current_path",
         "src.backend.common.stateless_scope": "in_stateless_scope",
         "src.backend.common.symbolic_scope": "in_symbolic_scope",
+        "src.distribution.distribution_lib": "Distribution",
         "src.export.export_utils": "get_input_signature",
         "src.models.functional": "Functional",
         "src.models.model": "functional_init_arguments",
@@ -217,6 +218,21 @@ NAMES = (
         "Trainer._loss_tracker",
         "src.utils.naming": "to_snake_case",
     }),
+    # distributions
+    *_all("keras", "3.10", {
+        "src.backend.common.global_state": "get_global_attribute set_global_attribute",
+        "src.backend.common.variables": "Variable._shape Variable._validate_shape",
+        "src.backend.tensorflow": "core distribution_lib trainer",
+        "src.backend.tensorflow.core": "Variable Variable._initialize",
+        "src.backend.tensorflow.trainer": "TensorFlowTrainer",
+        "src.distribution": "distribution_lib",
+        "src.distribution.distribution_lib": "GLOBAL_ATTRIBUTE_NAME",
+    }),
+    Name(
+        "keras.src.backend.common.variables.Variable._layout",
+        since="3.15",
+        instead="the same attribute, which only tfshard sets; Keras's optimizers ask for it by getattr",
+    ),
     # losses
     *_all("keras", "3.10", {
         "src.backend.common.masking": "get_keras_mask set_keras_mask",
@@ -239,10 +255,11 @@ NAMES = (
     ),
     # epochs
     *_all("keras", "3.10", {
-        "src.backend.tensorflow.trainer": "TFEpochIterator._distributed_dataset",
+        "src.backend.tensorflow.trainer": "TFEpochIterator._distribute_strategy TFEpochIterator._distributed_dataset",
         "src.trainers.data_adapters": "ArrayDataAdapter PyDatasetAdapter TFDatasetAdapter",
         "src.trainers.data_adapters.array_data_adapter": "ArrayDataAdapter._shuffle ArrayDataAdapter.get_tf_dataset",
-        "src.trainers.data_adapters.py_dataset_adapter": "PyDatasetAdapter.shuffle",
+        "src.trainers.data_adapters.py_dataset_adapter": "PyDatasetAdapter._standardize_batch "
+        "PyDatasetAdapter.py_dataset PyDatasetAdapter.shuffle",
         "src.trainers.epoch_iterator": "EpochIterator._enumerate_iterator EpochIterator._num_batches "
         "EpochIterator._steps_seen EpochIterator.data_adapter",
         "src.trainers.trainer": "Trainer._initial_epoch",

@@ -6,6 +6,7 @@ tests/test_patches.py compares it with what really differs in TensorFlow's and K
 
 import dataclasses
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -23,6 +24,9 @@ class Patch:
 
 
 _made: dict[str, Patch] = {}
+# For each target: the owner, the attribute, and the original, or `_ABSENT`.
+_originals: dict[str, tuple[Any, str, Any]] = {}
+_ABSENT = object()
 
 
 def replace(owner: Any, name: str, value: Any, reason: str) -> None:
@@ -34,6 +38,7 @@ def replace(owner: Any, name: str, value: Any, reason: str) -> None:
         value: The replacement.
         reason: What the replacement does, for `tfshard doctor`.
     """
+    original = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
     if inspect.ismodule(owner):
         place = owner.__name__
@@ -42,6 +47,18 @@ def replace(owner: Any, name: str, value: Any, reason: str) -> None:
         place = f"{cls.__module__}.{cls.__qualname__}"
     target = f"{place}.{name}"
     _made.setdefault(target, Patch(target=target, reason=reason))
+    _originals.setdefault(target, (owner, name, original))
+
+
+def undo(targets: Iterable[str]) -> None:
+    """Restore the originals of some targets of `made()`."""
+    for target in targets:
+        owner, name, original = _originals.pop(target)
+        del _made[target]
+        if original is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 def made() -> list[Patch]:
@@ -69,6 +86,11 @@ _FRAMES, _SCOPES = "sys._getframe", "_private.scope_callers"
 # All of them; tests/test_patches.py compares the list with the sources.
 SEARCHES = (
     Search(function="tfshard.errors:warn", uses=_FRAMES, reason="a warning names the line of the user's program"),
+    Search(
+        function="tfshard.training.distributions:_note_layout",
+        uses=_SCOPES,
+        reason="Keras creates a slot without naming its optimizer, and a slot has the layout of its parameter",
+    ),
     Search(
         function="tfshard.operations.origins:_owner",
         uses=_FRAMES,

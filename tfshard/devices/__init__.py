@@ -4,6 +4,7 @@ A *client* is one of several processes that train together. A single process is 
 
     startup       `initialize`: sets environment switches, makes logical devices, starts DTensor
     mesh          `create_mesh`: builds a mesh from the names and sizes of axes
+    keras_devices  the devices and meshes of `keras.distribution`
     allocators    allocators of host memory
     transfer      tensors to devices and back, from layout to layout
     local_shards  runs operations on each device's local shards: `to_local`, `from_local`, "parted" layouts
@@ -17,6 +18,7 @@ A *client* is one of several processes that train together. A single process is 
     words         arrays of any dtype as integer words for collectives
     device_order  the device order of a group on the mesh and in TensorFlow
     gpus          NVIDIA GPUs of the machine, their links, and NCCL
+    device_memory the memory of a device, as the system and the driver tell it
     tasks         the TensorFlow cluster task of each client
     clients       the clients of a run, their agreements and joint operations
     process_lock  the lock that lets one thread of a process use the mesh

@@ -98,7 +98,7 @@ def create_mesh(*unnamed: object, roles: Any = None, **sizes: int) -> dtensor.Me
         )
     mesh_axes = MeshAxes.of(sizes, roles)
     if started.num_clients > 1:
-        return _distributed_mesh(mesh_axes, started)
+        return agreed_mesh(mesh_axes, started)
     devices = [f"{started.device_type}:{i}" for i in range(size)]
     with _private.without_log():
         return dtensor.create_mesh(
@@ -157,7 +157,7 @@ def _mesh_of(axes: MeshAxes, devices: list[str], local: Collection[str]) -> dten
     )
 
 
-def _distributed_mesh(mesh_axes: MeshAxes, started: startup.Runtime) -> dtensor.Mesh:
+def agreed_mesh(mesh_axes: MeshAxes, started: startup.Runtime) -> dtensor.Mesh:
     """Make a mesh over all clients, with equally many devices of each client. Client 0's devices come first."""
     if math.prod(mesh_axes.values()) % started.num_clients:
         raise MeshError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import transfer
@@ -71,6 +72,11 @@ class MeshTensor(_private.TensorType):  # type: ignore[misc]  # TensorFlow has n
     @property
     def dtype(self) -> tf.DType:
         return self.on_mesh.dtype
+
+    @property
+    def layout(self) -> dtensor.Layout:
+        """The DTensor layout."""
+        return dtensor.fetch_layout(self.on_mesh)
 
     def numpy(self) -> np.ndarray:
         """Return the full value."""

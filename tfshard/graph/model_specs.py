@@ -53,7 +53,7 @@ def abstract_model(build: Callable[[], keras.Model]) -> keras.Model:
     >>> f"{model.count_params():,}"
     '100,001,000,000'
     """
-    with _private.abstract_scope(_refuse_value) as given:
+    with _private.without_distribution(), _private.abstract_scope(_refuse_value) as given:
         model = build()
     check_built(model)
     has_value = {id(variable) for variable in given}
@@ -147,7 +147,7 @@ def slots_of(optimizer: OptimizerLike, specs: Iterable[VariableSpec]) -> tuple[S
         ) from None
     config = original.get_config()
     trained = [spec for spec in specs if spec.trainable]
-    with tf.Graph().as_default():
+    with tf.Graph().as_default(), _private.without_distribution():
         copy = type(original).from_config(config)
         copy.build([_private.placeholder_variable(spec.path, spec.shape, spec.dtype) for spec in trained])
     shapes = {spec.path.replace("/", "_"): spec for spec in trained}

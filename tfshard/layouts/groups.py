@@ -40,7 +40,10 @@ def group(
     for index, layout in enumerate(planned):
         if not may_group(policy, layout, shard_params=shard_params):
             continue
-        key = (layout.spec.dtype, frozenset(layout.compute) - {None}, layout.spec.trainable, layout.slot_dtype)
+        trained = layout.spec.trainable
+        # A layout map may store some of the trained variables sharded.
+        stored = trained and (layout.store_sharded, layout.update_sharded)
+        key = (layout.spec.dtype, frozenset(layout.compute) - {None}, trained, layout.slot_dtype, stored)
         alone = _OpenGroup(mesh_axes)
         if not alone.add(index, layout, policy.max_group_bytes):
             continue

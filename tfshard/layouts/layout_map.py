@@ -49,12 +49,15 @@ class Rule:
         axes: For `"axes"`, the mesh axis of each dim (None: not sharded); else the one axis to shard over.
         optional: True if the pattern may match nothing.
         reason: Why variables stay replicated; only for reading.
+        stores: True if the data axis in `axes` shards the stored variable at every ZeRO stage, as in Keras on JAX.
+            Otherwise, the data axis only names the dim that a stage shards.
     """
 
     kind: str
     axes: tuple[str | None, ...]
     optional: bool = False
     reason: str = ""
+    stores: bool = False
 
 
 # The mesh axis, or None, of each dim, as a user gives the axes.
@@ -186,6 +189,17 @@ class LayoutMap(Mapping[str, Rule]):
         """Add a rule like `layout_map[pattern] = axes`; with `optional=True` the pattern may match nothing."""
         self[pattern] = axes
         self._rules[pattern] = dataclasses.replace(self._rules[pattern], optional=optional)
+
+    def pin(self, path: str, axes: tuple[str | None, ...]) -> None:
+        """Shard the variable with this path over `axes`, whatever other rules say. The data axis stores it sharded."""
+        self._rules[path] = Rule(kind="axes", axes=axes, optional=True, stores=True)
+
+    def storing(self) -> "LayoutMap":
+        """Return a copy in which the data axis of each rule shards the stored variable at every ZeRO stage."""
+        created = LayoutMap()
+        created._mesh, created._mesh_axes, created._names = self._mesh, self._mesh_axes, self._names
+        created._rules = {pattern: dataclasses.replace(rule, stores=True) for pattern, rule in self._rules.items()}
+        return created
 
     def replicated(self, pattern: str, *, reason: str = "", optional: bool = False) -> None:
         """Keep variables replicated over the model axes, also large variables, which `lint` reports without a rule.

@@ -321,10 +321,11 @@ def plan_variable(
         _check_divides(spec, match[0], axes, mesh_axes)
     data = mesh_axes.data
     compute = tuple(None if axis == data else axis for axis in axes)
-    eligible = slot or spec.trainable or spec_bytes(spec) >= REPLICATED_BELOW_BYTES
+    stored_by_rule = _is_stored_by_rule(config, match, data)
+    eligible = slot or spec.trainable or spec_bytes(spec) >= REPLICATED_BELOW_BYTES or stored_by_rule
     zero_stage = config.zero_stage
-    shard_params = eligible and zero_stage.shard_params
-    shard_slots = eligible and zero_stage.shard_slots
+    shard_params = eligible and (zero_stage.shard_params or stored_by_rule)
+    shard_slots = eligible and (zero_stage.shard_slots or stored_by_rule)
     sharded, flat = None, None
     if mesh_axes.shards > 1 and math.prod(spec.shape) > 1 and shard_slots:
         preferred = axes.index(data) if data in axes else None
@@ -342,10 +343,17 @@ def plan_variable(
         flat=flat,
         store_sharded=shard_slots if slot else shard_params,
         update_sharded=shard_slots,
-        reduce_scatter=eligible and zero_stage.shard_grads,
+        reduce_scatter=eligible and (zero_stage.shard_grads or stored_by_rule),
         slot_dtype=slot_dtype,
         slots_on_host=config.offload.slots and spec.trainable,
     )
+
+
+def _is_stored_by_rule(config: ShardingConfig, match: tuple[str, Axes] | None, data: str | None) -> bool:
+    """Return True if the layout map stores a variable sharded over the data axis at every stage."""
+    if match is None or config.layout_map is None or data not in match[1]:
+        return False
+    return config.layout_map[match[0]].stores
 
 
 def _of_kind(spec: VariableSpec, kind: VariableKind, mesh_axes: MeshAxes) -> VariableLayout:

@@ -35,6 +35,7 @@ need other functions get a `LayerPatch`. Read `registry` first, then `rewrites`.
     averages        moving averages of local shards of weights
     adapters        LoRA by its two matrices
     blocks          blocks of layers that are computed again in the backward pass
+    output_layouts  layouts of the outputs of layers
     sequence        sequence parallelism: layers gather and scatter the sequence
     compiled_updates  updates of optimizers, as one XLA program on each device
     unsupported     layers and optimizers that cannot be sharded, and what to do instead

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,16 +13,16 @@ from tfshard import tables
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
-from tfshard.layouts import gradient_reduction
+from tfshard.layouts import gradient_reduction, variable_layout
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, PIPELINE_AXIS, REPLICA_AXIS, MeshAxes
-from tfshard.layouts.config import Precision, ReshardPolicy, ShardingConfig, ZeroStage
+from tfshard.layouts.config import Microbatches, Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.operations import blocks
-from tfshard.planning import pipelined_steps, statistics_traffic, step_graph
+from tfshard.planning import linter, pipelined_steps, statistics_traffic, step_graph, variable_traffic
 from tfshard.planning.analyzer import without_peak
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
@@ -47,6 +47,7 @@ class Candidate(Peak):
         mesh_shape: Axis name to size.
         zero_stage: The ZeRO stage, which is also its number.
         recompute: True if blocks are computed again (`strategy.recompute(model)`).
+        microbatches: The microbatches of a step.
         problem: Why the candidate is impossible with any memory, or None.
         memory_per_device: The memory of a device, in bytes.
         collective_seconds: The time of a step's collectives, one after the other. None without links, or if their bytes
@@ -54,20 +55,19 @@ class Candidate(Peak):
         compression: The compression of gradients; None for exact sums.
         encode_seconds: The time in which a device encodes and decodes the gradients of a step; None without links.
         step_seconds: The time of a step; None without a machine, or with a compression.
-        microbatches: The number of microbatches, on a mesh with a pipeline axis.
         bubble: On a mesh with a pipeline axis, the share of time in which pipeline ranks wait; else None.
     """
 
     mesh_shape: dict[str, int]
     zero_stage: ZeroStage
     recompute: bool = False
+    microbatches: int = 1
     problem: str | None = None
     memory_per_device: int
     collective_seconds: float | None = None
     compression: Any = None
     encode_seconds: float | None = None
     step_seconds: float | None = None
-    microbatches: int = 1
     bubble: float | None = None
 
     @property
@@ -83,6 +83,8 @@ class Candidate(Peak):
         """
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
         options = f", zero_stage={self.zero_stage}"
+        is_pipelined = PIPELINE_AXIS in self.mesh_shape
+        options += f", microbatches={self.microbatches}" if self.microbatches > 1 and not is_pipelined else ""
         options += ", layout_map=layout_map" if MODEL_AXIS in self.mesh_shape else ""
         # A PowerSGD prints its fields.
         prefix = "" if self.compression is None or isinstance(self.compression, str) else "tfshard."
@@ -91,7 +93,7 @@ class Candidate(Peak):
             f"strategy = tfshard.ShardedStrategy(tfshard.create_mesh({axes}){options})",
             "model.compile(optimizer, loss, strategy=strategy)",
         ]
-        if PIPELINE_AXIS in self.mesh_shape:
+        if is_pipelined:
             ranks = self.mesh_shape[PIPELINE_AXIS]
             lines.insert(0, f"model = tfshard.pipeline(model, stages={ranks}, microbatches={self.microbatches})")
         return "\n".join(lines + ["strategy.recompute(model)"] * self.recompute)
@@ -165,7 +167,8 @@ class Advice:
             needed = f"too large: needs {tables.short_size(each.needed_bytes)} with room to spare"
             verdict = each.problem or ("fits" if each.fits else needed)
             verdict += ", with recompute" if each.recompute else ""
-            verdict += "" if each.bubble is None else f", {_pipeline_text(each)}"
+            verdict += "" if each.bubble is None else f", ranks wait {each.bubble:.0%}"
+            verdict += f", microbatches={each.microbatches}" if each.microbatches > 1 else ""
             verdict += "" if each.compression is None else f", {each.compression}"
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
         return tables.as_text(*self.reasons, table)
@@ -189,12 +192,15 @@ def advise(
     links: LinksLike | None = None,
     compression: Any = None,
     machine: MachineLike | None = None,
+    pipelines: bool = True,
 ) -> Advice:
     """Recommend a mesh and a ZeRO stage for a model, or say how many bytes are missing.
 
     `advise` prefers the smallest stage that fits with all devices on the batch axis: a lower stage sends less, and the
     batch axis sends no activations. Its next choice is stage 3 with blocks computed again, which costs time. It
-    considers meshes with a model axis if a layout map names the axis `model`, the smallest model axis first.
+    considers meshes with a model axis if a layout map names the axis `model`, the smallest model axis first. If nothing
+    fits, it considers microbatches, the fewest first, unless a layer normalizes by the batch: such a layer would
+    normalize by a microbatch.
 
     With `links` (the result of `tfshard profile-network`), `advise` prefers the fitting mesh and stage with the
     shortest time of collectives alone. It computes blocks again only if nothing else fits. It also considers hybrid
@@ -203,6 +209,7 @@ def advise(
     With `machine` (measured by `tfshard calibrate`, or described in a file), `advise` prefers the fitting mesh and
     stage with the shortest steps. A step is the computation, repeated computation included, and the part of the
     collectives that the computation does not hide (docs/simulating.md). `links` replaces the links of the machine.
+    If nothing fits otherwise, `advise` then considers blocks computed again at every stage, and microbatches.
 
     `advise` also considers pipelines (`create_mesh(pipeline=2, batch=2)`, `tfshard.pipeline`) if the model can be cut:
     with `machine` in any case, else only if nothing else fits. Their steps include the time in which pipeline ranks
@@ -236,6 +243,7 @@ def advise(
         links: `tfshard.planning.Links`, or the path of their file.
         compression: As for `tfshard.ShardedStrategy`, or `"auto"` for `"bfloat16"` and `"int8"`.
         machine: A `tfshard.planning.Machine`, or the path of its file. It needs a `keras.Model` with known `inputs`.
+        pipelines: False to leave out meshes with a pipeline axis.
 
     Returns:
         The `Advice`.
@@ -290,6 +298,7 @@ def advise(
         timing=UpdateTiming.of(optimizer),
         inputs=None if activation_bytes is not None else inputs,
         machine=on,
+        automatic=automatic,
     )
     if on is not None and (step.inputs is None or not isinstance(model, keras.Model)):
         raise StrategyError(
@@ -299,11 +308,12 @@ def advise(
         )
     has_blocks = step.inputs is not None and isinstance(model, keras.Model) and blocks.can_mark(model)
     candidates = []
-    for mesh_shape in _meshes(devices, sizes if has_model_axis else None, known):
+    meshes = _meshes(devices, sizes if has_model_axis else None, known)
+    maps = [auto_layout.resolve(layout_map, model, each) for each in meshes]
+    ways = [*((stage, False) for stage in ZeroStage), *[(ZeroStage.PARAMETERS, True)] * has_blocks]
+    for mesh_shape, chosen in zip(meshes, maps, strict=True):
         data_size = MeshAxes.of(mesh_shape).data_size
-        chosen = auto_layout.resolve(layout_map, model, mesh_shape)
         possible = [each for each in reductions if data_size > 1 and _fits_mesh(each, mesh_shape)]
-        ways = [*((stage, False) for stage in ZeroStage), *[(ZeroStage.PARAMETERS, True)] * has_blocks]
         for (stage, recompute), reduction in itertools.product(ways, [None, *possible]):
             empty = Candidate(
                 mesh_shape=mesh_shape,
@@ -318,19 +328,59 @@ def advise(
                 continue
             activations = (activation_bytes or 0) * (batch // data_size)
             candidates.append(step.measure(empty, chosen, reduction, activations))
-    pipelines = []
-    if on is not None or not any(each.fits for each in candidates):
-        pipelines = step.pipelines(devices, batch, memory_per_device, has_blocks=has_blocks)
+    if not any(each.fits and (on is None or not each.recompute) for each in candidates):
+        if on is not None and has_blocks:
+            ways += [(stage, True) for stage in ZeroStage if stage is not ZeroStage.PARAMETERS]
+            candidates += step.measure_split(meshes, maps, ways[-3:], batch=batch, count=1, memory=memory_per_device)
+        if step.inputs is not None and isinstance(model, keras.Model) and can_split(model):
+            candidates += _in_microbatches(
+                lambda count: step.measure_split(
+                    meshes, maps, ways, batch=batch, count=count, memory=memory_per_device
+                ),
+                max(batch // MeshAxes.of(each).data_size for each in meshes),
+            )
+    pipelined = []
+    if pipelines and (on is not None or not any(each.fits for each in candidates)):
+        pipelined = step.pipelines(devices, batch, memory_per_device, has_blocks=has_blocks)
     if on is not None:
-        candidates += pipelines
+        candidates += pipelined
         candidates.sort(key=lambda each: math.inf if each.step_seconds is None else each.step_seconds)
     elif known is not None:
         # Candidates with unknown times come last.
         exact = {_where(each): each for each in candidates if each.compression is None}
         candidates.sort(key=lambda each: (each.recompute, _preferred_by(each, exact[_where(each)])))
     if on is None:
-        candidates += pipelines  # The bubble is not in the time of collectives, so that pipelines come last.
+        candidates += pipelined  # The bubble is not in the time of collectives, so that pipelines come last.
     return _choose(candidates, activation_bytes is None and inputs is None, has_model_axis)
+
+
+def _in_microbatches(measure: Callable[[int], list[Candidate]], most: int) -> list[Candidate]:
+    """Return the candidates with the fewest microbatches with which something fits, by bisection over powers of 2.
+
+    Args:
+        measure: Returns the candidates with a number of microbatches.
+        most: The rows of a device.
+    """
+    counts = [1 << power for power in range(1, most.bit_length())]
+    found: dict[int, list[Candidate]] = {}
+    least, first = 0, len(counts) - 1
+    while counts and least <= first:
+        # The most microbatches come first: if nothing fits with them, nothing does.
+        place = first if not found else (least + first) // 2
+        found[counts[place]] = measure(counts[place])
+        if any(each.fits for each in found[counts[place]]):
+            first = place - 1
+        elif len(found) == 1:
+            break
+        else:
+            least = place + 1
+    return [each for count in sorted(found) for each in found[count]]
+
+
+def can_split(model: keras.Model) -> bool:
+    """Return whether a step in microbatches computes what a step on the full batch computes: no layer normalizes by the
+    statistics of a batch."""
+    return not statistics_traffic.statistics_of(model)
 
 
 def _meshes(devices: int, model_sizes: Sequence[int] | None, links: Links | None) -> list[dict[str, int]]:
@@ -381,7 +431,7 @@ def _fits_mesh(reduction: GradientReduction, mesh_shape: Mapping[str, int]) -> b
 
 def _where(candidate: Candidate) -> tuple[object, ...]:
     """Return the key that candidates share if only their compression differs."""
-    return tuple(candidate.mesh_shape.items()), candidate.zero_stage, candidate.recompute
+    return tuple(candidate.mesh_shape.items()), candidate.zero_stage, candidate.recompute, candidate.microbatches
 
 
 def _at_most(candidate: Candidate, exact: Candidate) -> float:
@@ -411,6 +461,7 @@ class _AdvisedStep:
         timing: When updates can run.
         inputs: The inputs of the model. None if they are unknown, or the caller gave the activations.
         machine: The machine, if it is known.
+        automatic: True if tfshard finds the layout maps.
     """
 
     model: ModelOrSpecs
@@ -422,25 +473,31 @@ class _AdvisedStep:
     timing: UpdateTiming
     inputs: Any
     machine: Machine | None
+    automatic: bool
 
     def measure(
         self, empty: Candidate, layout_map: LayoutMap, reduction: GradientReduction | None, activation_bytes: int
     ) -> Candidate:
         """Return a candidate with its peak, or with the reason why it is impossible."""
+        microbatches = Microbatches(count=empty.microbatches)
         try:
             config = dataclasses.replace(
                 self.config,
                 layout_map=layout_map,
                 zero_stage=empty.zero_stage,
                 reduction=reduction,
+                microbatches=microbatches,
             )
             placement = ModelPlacement.of(self.specs, config, mesh_shape=empty.mesh_shape).check()
         except LayoutError as e:
             return dataclasses.replace(empty, problem=str(e))
+        if self.automatic and linter.shards_nothing(placement):
+            problem = f"layout_map='{AUTO}' finds nothing to shard over '{MODEL_AXIS}'"
+            return dataclasses.replace(empty, problem=problem)
         graph = step_graph.trace(
             self.model if self.inputs is not None else placement.specs,
             placement,
-            inputs=self.inputs,
+            inputs=variable_traffic.inputs_of_microbatch(microbatches, self.inputs, empty.mesh_shape),
             recompute=blocks.AUTO if empty.recompute else None,
         )
         stored_bytes = ShardingPlan.from_placement(placement, slots=self.slots).resting_bytes()
@@ -499,6 +556,42 @@ class _AdvisedStep:
             )
         return found
 
+    def measure_split(
+        self,
+        meshes: Sequence[Mapping[str, int]],
+        maps: Sequence[LayoutMap],
+        ways: Sequence[tuple[ZeroStage, bool]],
+        *,
+        batch: int,
+        count: int,
+        memory: int,
+    ) -> list[Candidate]:
+        """Return the candidates with at least `count` microbatches, on each mesh whose devices have as many rows.
+
+        Args:
+            meshes: The meshes.
+            maps: The layout map of each mesh.
+            ways: Stages, and whether blocks are computed again.
+            batch: Samples of a step.
+            count: Microbatches of a step. The number grows until it divides the rows of a device.
+            memory: Bytes of a device.
+        """
+        found = []
+        for mesh_shape, layout_map in zip(meshes, maps, strict=True):
+            rows, left = divmod(batch, MeshAxes.of(mesh_shape).data_size)
+            if left or rows < count:
+                continue
+            for stage, recompute in ways:
+                empty = Candidate(
+                    mesh_shape=dict(mesh_shape),
+                    zero_stage=stage,
+                    recompute=recompute,
+                    microbatches=variable_layout.divisor_from(rows, count),
+                    memory_per_device=memory,
+                )
+                found.append(self.measure(empty, layout_map, None, 0))
+        return found
+
     def _timed(self, empty: Candidate, placement: ModelPlacement, graph: StepGraph) -> Candidate:
         """Add the time of collectives and encoding, if the links are known."""
         if self.links is None:
@@ -529,12 +622,16 @@ class _AdvisedStep:
         traced = TracedStep.of(
             self.model,
             placement,
-            inputs=self.inputs,
+            inputs=variable_traffic.inputs_of_microbatch(
+                placement.config.microbatches, self.inputs, candidate.mesh_shape
+            ),
             timing=self.timing,
             recompute=blocks.AUTO if candidate.recompute else None,
         )
         updated = updated_bytes_of(placement, self.slots)
-        return traced.on(self.machine, candidate.mesh_shape, updated_bytes=updated).seconds
+        return traced.on(
+            self.machine, candidate.mesh_shape, updated_bytes=updated, microbatches=candidate.microbatches
+        ).seconds
 
 
 def _encoded_bytes(placement: ModelPlacement, plan: ShardingPlan) -> int:
@@ -659,13 +756,10 @@ def _verdict(each: Candidate, exact: Candidate, chosen: Candidate) -> str:
 
 def _text(candidate: Candidate) -> str:
     again = " with strategy.recompute(model)" if candidate.recompute else ""
+    again += f" with microbatches={candidate.microbatches}" if candidate.microbatches > 1 else ""
     option = "" if candidate.compression is None else f" with compression={candidate.compression!r}"
-    pipeline = "" if candidate.bubble is None else f", {_pipeline_text(candidate)}"
-    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}{pipeline}"
-
-
-def _pipeline_text(candidate: Candidate) -> str:
-    return f"{candidate.microbatches} microbatches (ranks wait {candidate.bubble:.0%})"
+    waits = "" if candidate.bubble is None else f", in which ranks wait {candidate.bubble:.0%} of the time"
+    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}{waits}"
 
 
 def _mesh_text(mesh_shape: Mapping[str, int]) -> str:

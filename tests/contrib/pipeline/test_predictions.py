@@ -37,7 +37,7 @@ def test_a_pipeline_is_proposed_where_it_is_the_quickest_and_its_code_trains_lik
     advice = tfshard.advise(model, 4, "1GiB", batch=32, machine=machine(), optimizer="sgd")
     chosen = advice.recommended
     assert chosen.mesh_shape["pipeline"] >= 2, str(advice)
-    assert f"{chosen.microbatches} microbatches (ranks wait {chosen.bubble:.0%})" in str(advice)
+    assert f"with microbatches={chosen.microbatches}, in which ranks wait {chosen.bubble:.0%}" in advice.reasons[0]
     others = [each for each in advice.candidates if "pipeline" not in each.mesh_shape]
     assert others and chosen.step_seconds < min(each.step_seconds for each in others)
     names = {"model": model, "tfshard": tfshard, "optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
@@ -100,6 +100,14 @@ def test_a_model_that_cannot_be_cut_has_no_pipeline_and_advice_changes_no_model(
     assert pipelines(tfshard.advise(model, 4, "1GiB", batch=32, machine=machine()).candidates)
     # A layer that was called twice has no single output.
     assert [layer.output for layer in model.layers] == outputs
+
+
+def test_a_model_that_normalizes_by_the_batch_has_no_pipeline_and_pipelines_can_be_left_out():
+    layers = [keras.layers.Dense(64), keras.layers.BatchNormalization(), keras.layers.Dense(64)]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    assert not pipelines(tfshard.advise(model, 4, "1GiB", batch=32, machine=machine()).candidates)
+    advice = tfshard.advise(build(), 4, "1GiB", batch=32, machine=machine(), pipelines=False)
+    assert not pipelines(advice.candidates)
 
 
 def test_a_model_without_values_has_pipelines():

@@ -59,7 +59,8 @@ class _PredictedStage:
 def predict(question: PipelineQuestion) -> PipelinePrediction | None:
     """Predict a step of a model on a pipeline; None if the model cannot be cut into so many stages."""
     model, ranks = question.model, question.ranks
-    if models.refusal_of_steps(model) is not None:
+    # A layer that normalizes by the batch would normalize by a microbatch.
+    if models.refusal_of_steps(model) is not None or statistics_traffic.statistics_of(model):
         return None
     optimizer = model_specs.optimizer_of(model, question.optimizer)
     if isinstance(optimizer, keras.optimizers.Optimizer) and len(_private.optimizer_chain(optimizer)) > 1:
