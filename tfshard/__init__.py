@@ -25,7 +25,12 @@ command line.
 
 __version__ = "0.2.0"
 
+import logging as _logging
+
 from tfshard import command_line
+
+# Programs decide what is printed (docs/troubleshooting.md).
+_logging.getLogger(__name__).addHandler(_logging.NullHandler())
 
 # `tfshard COMMAND --help` and `tfshard --version` answer without importing TensorFlow, which takes seconds.
 if not command_line.is_answered_alone():

@@ -236,7 +236,7 @@ NAMES = (
         "src.layers.preprocessing.index_lookup": "IndexLookup._default_value",
         "src.metrics.reduction_metrics": "MeanMetricWrapper._fn",
         "src.models.cloning": "_clone_functional_model.new_model _clone_sequential_model.cloned_model",
-        "src.ops.operation": "Operation._inbound_nodes",
+        "src.ops.operation": "Operation._inbound_nodes Operation._outbound_nodes",
         "src.saving.keras_saveable": "KerasSaveable._unpickle_model",
         "src.saving.object_registration": "GLOBAL_CUSTOM_NAMES",
         "src.trainers.compile_utils": "CompileMetrics._user_metrics CompileMetrics._user_weighted_metrics",

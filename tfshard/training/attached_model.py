@@ -35,7 +35,7 @@ from tfshard.operations import (
 )
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
-from tfshard.training import reduction_state, reshard
+from tfshard.training import decisions, reduction_state, reshard
 from tfshard.training.attached_variables import attach_global_seed, attach_optimizer, attach_variables
 from tfshard.training.strategy_base import StrategyBase
 
@@ -87,6 +87,8 @@ class AttachedModel:
         self.warns_of_blocks = True
         # The structure of the model when `refresh` last ran.
         self._refreshed: tuple[object, ...] | None = None
+        # True once the decisions since the last `compile` are logged.
+        self._is_told = False
 
     @property
     def model(self) -> keras.Model:
@@ -225,6 +227,9 @@ class AttachedModel:
             model.built = True  # Keras builds a model by calling it, and this model has no `call`.
         if model.built:
             self.group_variables()
+            if not self._is_told and model.compiled:
+                self._is_told = True
+                decisions.tell(model, strategy, self.placement())
 
     def refresh(self) -> None:
         """Check the model before a step, and attach what it got since: variables, optimizers, metrics.
@@ -267,8 +272,9 @@ class AttachedModel:
             self.compiled_again()
 
     def compiled_again(self) -> None:
-        """Have the next `refresh` look at the model again."""
+        """Have the next `refresh` look at the model again, and log what is decided for it."""
         self._refreshed = None
+        self._is_told = False
 
     def move_from_other(self) -> None:
         """Reshard a model of another strategy. It belongs to this strategy then. Does nothing for other models.
