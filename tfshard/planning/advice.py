@@ -14,7 +14,7 @@ from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts import gradient_reduction, variable_layout
-from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
+from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, PIPELINE_AXIS, REPLICA_AXIS, MeshAxes
 from tfshard.layouts.config import Microbatches, Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
@@ -22,7 +22,7 @@ from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.operations import blocks
-from tfshard.planning import linter, statistics_traffic, step_graph, variable_traffic
+from tfshard.planning import linter, pipelined_steps, statistics_traffic, step_graph, variable_traffic
 from tfshard.planning.analyzer import without_peak
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
@@ -58,6 +58,7 @@ class Candidate(Peak):
         compression: The compression of gradients; None for exact sums.
         encode_seconds: The time in which a device encodes and decodes the gradients of a step; None without links.
         step_seconds: The time of a step; None without a machine, or with a compression.
+        bubble: On a mesh with a pipeline axis, the share of time in which pipeline ranks wait; else None.
     """
 
     mesh_shape: dict[str, int]
@@ -70,6 +71,35 @@ class Candidate(Peak):
     compression: Any = None
     encode_seconds: float | None = None
     step_seconds: float | None = None
+    bubble: float | None = None
+
+    @property
+    def code(self) -> str:
+        """Python lines that compile `model` like this, with `optimizer`, `loss` and, with a model axis, `layout_map`.
+
+        >>> import tfshard
+        >>> from tfshard.layouts import VariableSpec
+        >>> advice = tfshard.advise([VariableSpec(path="a/kernel", shape=(64, 64))], 4, "1GiB", batch=32)
+        >>> print(advice.recommended.code)
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
+        model.compile(optimizer, loss, strategy=strategy)
+        """
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
+        options = f", zero_stage={self.zero_stage}"
+        is_pipelined = PIPELINE_AXIS in self.mesh_shape
+        options += f", microbatches={self.microbatches}" if self.microbatches > 1 and not is_pipelined else ""
+        options += ", layout_map=layout_map" if MODEL_AXIS in self.mesh_shape else ""
+        # A PowerSGD prints its fields.
+        prefix = "" if self.compression is None or isinstance(self.compression, str) else "tfshard."
+        options += "" if self.compression is None else f", compression={prefix}{self.compression!r}"
+        lines = [
+            f"strategy = tfshard.ShardedStrategy(tfshard.create_mesh({axes}){options})",
+            "model.compile(optimizer, loss, strategy=strategy)",
+        ]
+        if is_pipelined:
+            ranks = self.mesh_shape[PIPELINE_AXIS]
+            lines.insert(0, f"model = tfshard.pipeline(model, stages={ranks}, microbatches={self.microbatches})")
+        return "\n".join(lines + ["strategy.recompute(model)"] * self.recompute)
 
     @property
     def seconds(self) -> float:
@@ -140,6 +170,7 @@ class Advice:
             needed = f"too large: needs {tables.short_size(each.needed_bytes)} with room to spare"
             verdict = each.problem or ("fits" if each.fits else needed)
             verdict += ", with recompute" if each.recompute else ""
+            verdict += "" if each.bubble is None else f", ranks wait {each.bubble:.0%}"
             verdict += f", microbatches={each.microbatches}" if each.microbatches > 1 else ""
             verdict += "" if each.compression is None else f", {each.compression}"
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
@@ -164,6 +195,7 @@ def advise(
     links: LinksLike | None = None,
     compression: Any = None,
     machine: MachineLike | None = None,
+    pipelines: bool = True,
 ) -> Advice:
     """Recommend a mesh and a ZeRO stage for a model, or say how many bytes are missing.
 
@@ -182,6 +214,10 @@ def advise(
     computation, repeated computation included, and the part of the collectives that the computation does not hide
     (docs/simulating.md). `links` replaces the links of the machine. If nothing fits otherwise, `advise` then considers
     blocks computed again at every stage, and microbatches.
+
+    `advise` also considers pipelines (`create_mesh(pipeline=2, batch=2)`, `tfshard.pipeline`) if the model can be cut:
+    with `machine` in any case, else only if nothing else fits. Their steps include the time in which pipeline ranks
+    wait. `Candidate.code` has the lines that compile a model like a candidate.
 
     With `compression` and links, `advise` also considers each mesh and stage with the compression, and proposes it if
     it clearly pays: if collectives and encoding take at most nine tenths of the time of exact collectives, even if
@@ -211,6 +247,7 @@ def advise(
         links: `tfshard.planning.Links`, or the path of their file.
         compression: As for `tfshard.ShardedStrategy`, or `"auto"` for `"bfloat16"` and `"int8"`.
         machine: A `tfshard.planning.Machine`, or the path of its file. It needs a `keras.Model` with known `inputs`.
+        pipelines: False to leave out meshes with a pipeline axis.
 
     Returns:
         The `Advice`.
@@ -306,12 +343,17 @@ def advise(
                 ),
                 max(batch // MeshAxes.of(each).data_size for each in meshes),
             )
+    pipelined = []
+    if pipelines and (on is not None or not any(each.fits for each in candidates)):
+        pipelined = step.pipelines(devices, batch, memory_per_device, has_blocks=has_blocks)
     if on is not None:
-        candidates = _by_step(candidates)
+        candidates = _by_step(candidates + pipelined)
     elif known is not None:
         # Candidates with unknown times come last.
         exact = {_where(each): each for each in candidates if each.compression is None}
         candidates.sort(key=lambda each: (each.recompute, _preferred_by(each, exact[_where(each)])))
+    if on is None:
+        candidates += pipelined  # The bubble is not in the time of collectives, so that pipelines come last.
     return _choose(candidates, activation_bytes is None and inputs is None, has_model_axis)
 
 
@@ -485,6 +527,50 @@ class _AdvisedStep:
             waits_in_backward=self.inputs is not None and bool(statistics_traffic.statistics_of(self.model)),
         )
         return self._timed(dataclasses.replace(empty, **dataclasses.asdict(peak)), placement, graph)
+
+    def pipelines(self, devices: int, batch: int, memory_per_device: int, *, has_blocks: bool) -> list[Candidate]:
+        """Return the candidates with a pipeline axis, the shortest axis first, if the model can be cut."""
+        if not isinstance(self.model, keras.Model) or self.inputs is None:
+            return []
+        found = []
+        ways: list[tuple[ZeroStage, str | None]] = [(ZeroStage.SLOTS, None), (ZeroStage.PARAMETERS, None)]
+        ways += [(ZeroStage.PARAMETERS, blocks.AUTO)] * has_blocks
+        for ranks, (stage, recompute) in itertools.product(pipelined_steps.sizes(devices), ways):
+            data_size = devices // ranks
+            count = pipelined_steps.microbatches_of(ranks, data_size, batch)
+            if count is None:
+                continue
+            predicted = pipelined_steps.predict(
+                pipelined_steps.PipelineQuestion(
+                    model=self.model,
+                    ranks=ranks,
+                    data_size=data_size,
+                    microbatches=count,
+                    config=dataclasses.replace(self.config, zero_stage=stage),
+                    inputs=self.inputs,
+                    optimizer=self.optimizer,
+                    recompute=recompute,
+                    links=self.links,
+                    machine=self.machine,
+                )
+            )
+            if predicted is None:
+                continue
+            found.append(
+                Candidate(
+                    mesh_shape={PIPELINE_AXIS: ranks, BATCH_AXIS: data_size},
+                    zero_stage=stage,
+                    recompute=recompute is not None,
+                    memory_per_device=memory_per_device,
+                    microbatches=count,
+                    bubble=predicted.bubble,
+                    step_seconds=predicted.seconds,
+                    collective_seconds=predicted.collective_seconds,
+                    encode_seconds=None if predicted.collective_seconds is None else 0.0,
+                    **dataclasses.asdict(predicted.peak),
+                )
+            )
+        return found
 
     def measure_split(
         self,
@@ -694,7 +780,8 @@ def _text(candidate: Candidate) -> str:
     again = " with strategy.recompute(model)" if candidate.recompute else ""
     again += f" with microbatches={candidate.microbatches}" if candidate.microbatches > 1 else ""
     option = "" if candidate.compression is None else f" with compression={candidate.compression!r}"
-    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}"
+    waits = "" if candidate.bubble is None else f", in which ranks wait {candidate.bubble:.0%} of the time"
+    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}{waits}"
 
 
 def _mesh_text(mesh_shape: Mapping[str, int]) -> str:

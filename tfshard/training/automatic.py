@@ -276,6 +276,7 @@ def _advice(
             layout_map=layout_map,
             inputs=specs,
             machine=machine,
+            pipelines=False,  # A model must be cut before it is compiled.
         )
 
     try:
