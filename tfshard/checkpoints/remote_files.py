@@ -77,8 +77,9 @@ def is_url(directory: object) -> bool:
     >>> is_url("s3://bucket/run"), is_url("runs/a"), is_url("file:///runs/a")
     (True, False, False)
     """
-    found = _URL.match(directory) if isinstance(directory, str) else None
-    return found is not None and found[1].lower() not in ("file", "local")
+    if not isinstance(directory, str) or "://" not in directory:
+        return False
+    return directory.partition("://")[0].lower() not in ("file", "local")
 
 
 def local_path(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -156,13 +157,12 @@ class RemoteDirectory:
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None):
         found = _URL.match(url)
-        assert found is not None
-        self._protocol = found[1].lower()
-        if "::" in url or not found[2].strip("/"):
+        if found is None or "::" in url or not found[2].strip("/"):
             raise CheckpointStorageError(
                 "The URL of a remote directory must have a protocol, a bucket or host, and a directory, and no chain "
                 f"('::'): 's3://bucket/run', 'gs://bucket/run', 'hdfs://host/run', 'memory://run'. Received: {url!r}"
             )
+        self._protocol = found[1].lower()
         self.url = url.rstrip("/")
         self._fs, self._root = self._connect(dict(options or {}))
 
