@@ -241,6 +241,12 @@ from tfshard._private.weight_files import (
 )
 from tfshard._private.xla import annotated_call, call_stablehlo, run_always, stablehlo, traced_apart
 
+# Keras 3.16 (nightly) moves operations and recurrent loops to modules of the backend.
+keras_backend_nn = keras_backend.nn if hasattr(keras_backend, "nn") else keras_backend.ops.nn
+keras_backend_rnn = (
+    keras_backend if hasattr(keras_backend, "lstm") and hasattr(keras_backend, "gru") else keras_backend.rnn
+)
+
 __all__ = [
     "ALL_RANDOM_OPS",
     "TRACKING_ATTRIBUTE",
@@ -335,6 +341,8 @@ __all__ = [
     "keep_gradients_with_graphs",
     "iterator_state",
     "keras_backend",
+    "keras_backend_nn",
+    "keras_backend_rnn",
     "keeps_lengths",
     "lists_with_known_elements",
     "known_branches",

@@ -100,6 +100,8 @@ NAMES = (
     # _private itself
     *_all("keras", "3.10", {
         "src": "backend",
+        "src.backend | src.backend.ops": "nn",
+        "src.backend | src.backend.rnn": "gru lstm",
         "src.backend.common.name_scope": "current_path",
         "src.backend.common.stateless_scope": "in_stateless_scope",
         "src.backend.common.symbolic_scope": "in_symbolic_scope",

@@ -35,7 +35,8 @@ def config_of(name: str) -> transformers.PretrainedConfig:
     if name == "qwen2":
         return transformers.Qwen2Config(**decoder, tie_word_embeddings=False)
     if name == "gemma":
-        return transformers.GemmaConfig(**decoder, head_dim=16)
+        # KerasHub exports one key and value head of Gemma.
+        return transformers.GemmaConfig(**decoder | {"num_key_value_heads": 1}, head_dim=16)
     if name == "bert":
         return transformers.BertConfig(
             **common, intermediate_size=_INNER, num_attention_heads=4, max_position_embeddings=64,
