@@ -13,7 +13,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import tempfile
 
 import keras
 from absl import app
@@ -28,13 +27,11 @@ def outcomes() -> tuple[dict[str, str], str]:
     """Return the outcome of each test by name, and pytest's output."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "-p", "no:cacheprovider", "-p", "plugin",
-        "--rootdir", str(_KERAS), "-c", os.devnull, "--import-mode=importlib", *(str(_KERAS / name) for name in TESTS),
+        "--rootdir", str(_KERAS), "--confcutdir", str(_KERAS), "-c", os.devnull, "--import-mode=importlib", *(str(_KERAS / name) for name in TESTS),
     ]  # fmt: skip
     paths = os.pathsep.join((str(_HERE), str(_HERE.parents[1]), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "PYTHONPATH": paths}
-    # Elsewhere, pytest would read the conftest.py of this repository.
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=_HERE)
     found = {}
     for line in done.stdout.splitlines():
         if match := re.match(r"(PASSED|FAILED|ERROR|SKIPPED) (\S+?::\S+?)(?: - .*)?$", line):
