@@ -2,8 +2,8 @@
 
     python -m tools.keras_distribution_tests
 
-The tests are read from the installed wheel of Keras: distribution/distribution_lib_test.py below keras/src, and the tests
-of its JAX backend, backend/jax/distribution_lib_test.py. plugin.py lets the tests for JAX run. While pytest imports the
+The tests are read from the installed wheel of Keras: in keras/src, distribution/distribution_lib_test.py, and
+backend/jax/distribution_lib_test.py for the JAX backend. plugin.py lets the tests for JAX run. While pytest imports the
 tests, `keras.backend.backend()` says "jax", and a stand-in for the module `jax` has TensorFlow's objects. The program
 prints each test that does not pass, and exits with 1 if one of them is not explained in docs/keras_distribution.md.
 """
