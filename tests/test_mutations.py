@@ -5,7 +5,10 @@ tests/mutate.sh runs them.
 
 import ast
 import collections
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -37,6 +40,14 @@ def test_mutation_changes_its_function_and_names_an_existing_test(mutation):
         ast.parse(broken)
     file, _, test = mutation.killed_by.partition("::")
     assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text()
+
+
+def test_an_ordinary_run_collects_every_test_that_a_mutation_names():
+    named = sorted({mutation.killed_by for mutation in MUTATIONS})
+    environment = {key: value for key, value in os.environ.items() if key != "TFSHARD_SWEEP"}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *named]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_no_two_mutations_have_the_same_function_and_behaviour():

@@ -110,7 +110,7 @@ def _advise_flags() -> flags.FlagValues:
     )  # fmt: skip
     flags.DEFINE_string("links", None, "A file that profile-network --save wrote.", flag_values=values)
     flags.DEFINE_string(
-        "machine", None, "A file that calibrate --save wrote, or a100, h100 or v5p.", flag_values=values
+        "machine", None, "A file that calibrate --save wrote, or a100, cpu, h100 or v5p.", flag_values=values
     )
     return values
 
@@ -237,7 +237,7 @@ def _simulate_flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "cluster",
         None,
-        "The file that describes a device, and the links (tfshard docs simulating); or a100, h100 or v5p.",
+        "The file that describes a device, and the links (tfshard docs simulating); or a100, cpu, h100 or v5p.",
         flag_values=values,
     )
     flags.DEFINE_list(

@@ -34,6 +34,10 @@ class StrategyError(ShardingError):
     """A strategy does not support this use, such as a model of another strategy."""
 
 
+class DeviceMemoryError(StrategyError):
+    """No mesh, stage or option makes a training step fit in the memory of the devices."""
+
+
 class UnsupportedLayerError(ShardingError):
     """A layer contains an operation that DTensor cannot expand."""
 

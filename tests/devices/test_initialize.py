@@ -90,6 +90,7 @@ import tensorflow as tf, tfshard
 from tfshard.devices import startup
 gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
 tf.config.list_physical_devices = lambda kind=None: [gpu] if kind == "GPU" else []
+tf.config.get_visible_devices = tf.config.list_physical_devices
 tf.config.get_logical_device_configuration = lambda device: {parts}
 print(startup._validate_num_devices(None, "GPU"), startup._switches_of("GPU")["DTENSOR_GPU_USE_NCCL_COMMUNICATION"])
 os.environ["DTENSOR_GPU_USE_NCCL_COMMUNICATION"] = startup._switches_of("GPU")["DTENSOR_GPU_USE_NCCL_COMMUNICATION"]

@@ -206,7 +206,7 @@ NOT_ELEMENTWISE: dict[str, tuple[Callable[[], keras.optimizers.Optimizer], str]]
 }
 
 
-@table("updates that are not elementwise", "name", NOT_ELEMENTWISE, always=["rows that differ"])
+@table("updates that are not elementwise", "name", NOT_ELEMENTWISE, always=["other places", "rows that differ"])
 def test_what_is_not_elementwise_is_not_compiled_and_trains_as_on_one_device(name: str):
     optimizer, reason = NOT_ELEMENTWISE[name]
     run = train(optimizer, sharded(analyzer=None))

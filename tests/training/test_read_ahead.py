@@ -401,3 +401,15 @@ def test_already_sharded_input_is_read_ahead():
     batches = iter(chosen.experimental_distribute_dataset(SAMPLES.batch(10), ahead(1)))
     with pytest.raises(tfshard.errors.StrategyError, match="must be a multiple of its 4 positions"):
         next(batches)
+
+
+@pytest.mark.parametrize("depth", [-1, 1.5, True, "2"])
+def test_buffer_sizes_that_are_no_counts_are_refused(depth):
+    with pytest.raises(tfshard.errors.StrategyError, match="0 or more. Received"):
+        strategy().experimental_distribute_dataset(SAMPLES.batch(8), ahead(depth))
+
+
+def test_datasets_on_a_device_are_refused():
+    options = tf.distribute.InputOptions(experimental_place_dataset_on_device=True)
+    with pytest.raises(tfshard.errors.StrategyError, match="read on the host"):
+        strategy().experimental_distribute_dataset(SAMPLES.batch(8), options)

@@ -52,6 +52,27 @@ class EpochIterator:
         return size
 
     @property
+    def first_size(self) -> int | None:
+        """The number of samples in the first batch, which may be the only one; None if the data adapter does not know
+        it."""
+        adapter = self._epochs.data_adapter
+        is_only = self.kind == "arrays" and adapter.num_batches == 1 and adapter.has_partial_batch
+        size: int | None = adapter.partial_batch_size if is_only else adapter.batch_size
+        return size
+
+    def distribute(self, strategy: tf.distribute.Strategy, dataset: Any) -> None:
+        """Read another dataset, of another strategy (`_distribute_strategy`, `_distributed_dataset`)."""
+        self._epochs._distribute_strategy, self._epochs._distributed_dataset = strategy, dataset
+
+    def first_of_python(self) -> Any:
+        """Return the first batch of a PyDataset, which Keras's workers read only during an epoch; else None
+        (`PyDatasetAdapter.py_dataset`, `_standardize_batch`)."""
+        if self.kind != "PyDataset":
+            return None
+        adapter = self._epochs.data_adapter
+        return adapter._standardize_batch(adapter.py_dataset[0])
+
+    @property
     def kind(self) -> str:
         """`"arrays"`, `"tf.data"`, `"PyDataset"`, or the name of Keras's adapter for other data."""
         adapter = type(self._epochs.data_adapter)

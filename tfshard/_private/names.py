@@ -255,10 +255,11 @@ NAMES = (
     ),
     # epochs
     *_all("keras", "3.10", {
-        "src.backend.tensorflow.trainer": "TFEpochIterator._distributed_dataset",
+        "src.backend.tensorflow.trainer": "TFEpochIterator._distribute_strategy TFEpochIterator._distributed_dataset",
         "src.trainers.data_adapters": "ArrayDataAdapter PyDatasetAdapter TFDatasetAdapter",
         "src.trainers.data_adapters.array_data_adapter": "ArrayDataAdapter._shuffle ArrayDataAdapter.get_tf_dataset",
-        "src.trainers.data_adapters.py_dataset_adapter": "PyDatasetAdapter.shuffle",
+        "src.trainers.data_adapters.py_dataset_adapter": "PyDatasetAdapter._standardize_batch "
+        "PyDatasetAdapter.py_dataset PyDatasetAdapter.shuffle",
         "src.trainers.epoch_iterator": "EpochIterator._enumerate_iterator EpochIterator._num_batches "
         "EpochIterator._steps_seen EpochIterator.data_adapter",
         "src.trainers.trainer": "Trainer._initial_epoch",

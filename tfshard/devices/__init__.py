@@ -18,6 +18,7 @@ A *client* is one of several processes that train together. A single process is 
     words         arrays of any dtype as integer words for collectives
     device_order  the device order of a group on the mesh and in TensorFlow
     gpus          NVIDIA GPUs of the machine, their links, and NCCL
+    device_memory the memory of a device, as the system and the driver tell it
     tasks         the TensorFlow cluster task of each client
     clients       the clients of a run, their agreements and joint operations
     process_lock  the lock that lets one thread of a process use the mesh

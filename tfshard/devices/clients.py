@@ -105,6 +105,7 @@ class Clients(abc.ABC):
         is_launched: True if a launcher started the clients, even if only one.
         local_index: The number of this client on its host, from 0.
         restarts: How often the launcher restarted the clients.
+        neighbours: The number of clients on the host of this client, itself included.
     """
 
     rank: int
@@ -112,6 +113,7 @@ class Clients(abc.ABC):
     is_launched: bool
     local_index: int
     restarts: int
+    neighbours: int = 1
 
     @abc.abstractmethod
     def agree(
@@ -288,6 +290,7 @@ class Launched(Clients):
         self.count = settings.num_clients
         self.local_index = settings.local_index
         self.restarts = settings.restart
+        self.neighbours = settings.num_local
         self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
         self._operations = self._agreements = 0
         self._inside = False

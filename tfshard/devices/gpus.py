@@ -61,6 +61,16 @@ def memories() -> list[int]:
     return [int(line) << 20 for line in (found or "").split() if line.isdigit()]
 
 
+def visible_memories() -> list[int]:
+    """Return the bytes of memory of each GPU that CUDA_VISIBLE_DEVICES lists by number; of all GPUs without the
+    variable, or if it lists ids."""
+    found = memories()
+    names = visible(os.environ.get(VISIBLE, "")) or [str(number) for number in range(len(found))]
+    numbers = [int(name) for name in names if name.isdigit()]
+    listed = [found[number] for number in numbers if number < len(found)]
+    return listed if len(listed) == len(names) else found
+
+
 def facts() -> list[tuple[str, str]]:
     """Return the GPUs, their links, NCCL's version and NCCL's environment variables, each as a name and a text."""
     cards = collections.Counter((smi("--query-gpu=name,memory.total", "--format=csv,noheader") or "").splitlines())

@@ -5,14 +5,16 @@ expansions.py, gathers.py, merges.py and reductions.py change further switches b
 
 import dataclasses
 import os
+import re
 import sys
 import threading
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import __version__, _private
+from tfshard import __version__, _private, tables
 from tfshard.devices import allocators, clients, compilations, expansions, gpus, tasks
 from tfshard.errors import InitializationError
 
@@ -54,12 +56,17 @@ class Runtime:
         num_devices: The devices of this type that a mesh can have. In a launched run, the devices of all clients.
         client_id: The number of this process among the clients of a launched run, from 0.
         num_clients: The number of clients. 1 in a process that was not launched.
+        devices: The names that `initialize(devices=)` chose, in the order of the mesh, or None. TensorFlow numbers the
+            chosen devices from 0.
+        memory_per_device: The bytes of a device that `initialize(memory_per_device=)` named, or None.
     """
 
     device_type: str
     num_devices: int
     client_id: int = dataclasses.field(default=0, repr=False)
     num_clients: int = dataclasses.field(default=1, repr=False)
+    devices: tuple[str, ...] | None = dataclasses.field(default=None, repr=False)
+    memory_per_device: int | None = dataclasses.field(default=None, repr=False)
 
     @property
     def local_devices(self) -> int:
@@ -74,7 +81,13 @@ _started_for: str | None = None
 _started_by_tensor = False
 
 
-def initialize(num_devices: int | None = None, device_type: str | None = None) -> Runtime:
+def initialize(
+    num_devices: int | None = None,
+    device_type: str | None = None,
+    *,
+    devices: Sequence[str] | None = None,
+    memory_per_device: int | str | None = None,
+) -> Runtime:
     """Start DTensor on accelerators if the machine has any, else on logical CPU devices.
 
     Call this before TensorFlow creates its first tensor, because TensorFlow fixes its devices then. A second call with
@@ -92,14 +105,22 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
             cores, at least one, unless the environment variable `TF_NUM_INTRAOP_THREADS` or `tf.config.threading` sets
             the number.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`. Default: TPU or GPU if TensorFlow sees one, else CPU.
+        devices: The names of the GPUs to use, such as `["GPU:3", "GPU:0"]`, or of logical CPU devices, instead of
+            `num_devices` and `device_type`. A mesh has the devices in this order. TensorFlow sees only these GPUs, and
+            numbers them from 0: the first name is its `GPU:0`. The numbers are those of `CUDA_VISIBLE_DEVICES`; if the
+            variable is set already, they count the GPUs that it lists. Not in a run started by `tfshard launch`, which
+            gives each client its GPUs.
+        memory_per_device: The memory of a device for which `strategy="auto"` chooses: bytes, or a text such as
+            `"16GiB"`. By default the memory that the driver reports, and on CPU an equal part of the host's available
+            memory. It limits the choice, not TensorFlow. A later call may change it.
 
     Returns:
         The `Runtime` in use.
 
     Raises:
         InitializationError: The device type is unknown, the machine has fewer devices than requested, a second call
-            differs from the first, or TensorFlow has already fixed its devices. In a launched run: the clients differ
-            in their devices or versions.
+            differs from the first, or TensorFlow has already fixed its devices. A name in `devices` is wrong, or
+            stands twice. In a launched run: the clients differ in their devices or versions, or `devices` is given.
 
     Example:
 
@@ -116,10 +137,17 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
                 f"Unknown device type. Device types: {DEVICE_TYPES}. Received: device_type={device_type!r}"
             )
         device_type = device_type.upper()
+    memory = _memory_of(memory_per_device)
+    names = None if devices is None else _checked_names(devices, num_devices, device_type)
+    if names is not None:
+        num_devices, device_type = len(names), names[0].partition(":")[0]
     _private.before_first_use(None)
     if _runtime is not None:
-        if num_devices in (None, _runtime.num_devices) and device_type in (None, _runtime.device_type):
+        is_alike = num_devices in (None, _runtime.num_devices) and device_type in (None, _runtime.device_type)
+        if is_alike and names in (None, _runtime.devices):
             clients.here().note_start(by_script=True)
+            if memory is not None:
+                _runtime = dataclasses.replace(_runtime, memory_per_device=memory)
             return _runtime
         if _started_by_tensor:
             raise InitializationError(
@@ -137,14 +165,23 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
         raise InitializationError(
             f"DTensor is already started with {_runtime}, and a process can start it only once. Start a new process, "
             f"or call initialize() with the same arguments. Received: num_devices={num_devices}, "
-            f"device_type={device_type!r}"
+            f"device_type={device_type!r}{'' if names is None else f', devices={[*names]}'}"
         )
     _check_switches()
+    settings = clients.Settings.from_environment()
+    if names is not None:
+        if settings is not None:
+            raise InitializationError(
+                "tfshard launch gives each client its devices, so initialize(devices=) cannot choose others. Leave it "
+                f"out, and choose the GPUs of the run where you launch it: {gpus.VISIBLE}=0,3 tfshard launch "
+                f"--devices_per_process=1 ... Received: devices={[*names]}"
+            )
+        if device_type == "GPU":
+            _see_only(names)
     compilations.share()
     device_type = device_type or dtensor.preferred_device_type()
-    settings = clients.Settings.from_environment()
     if settings is not None:
-        _runtime = _join(settings, num_devices, device_type)
+        _runtime = dataclasses.replace(_join(settings, num_devices, device_type), memory_per_device=memory)
         return _runtime
     if os.environ.get("DTENSOR_JOBS"):
         raise InitializationError(
@@ -152,12 +189,13 @@ def initialize(num_devices: int | None = None, device_type: str | None = None) -
             "stops the other clients when one dies. Start the run with 'tfshard launch', or unset it; see: tfshard "
             f"docs launching. Received: DTENSOR_JOBS={os.environ['DTENSOR_JOBS']}"
         )
-    num_devices = _validate_num_devices(num_devices, device_type)
+    # A named GPU that was split counts with all its parts.
+    num_devices = _validate_num_devices(None if device_type == "GPU" and names else num_devices, device_type)
     if _private.context_is_initialized() or _private.dtensor_is_initialized():
         _adopt_running_context(num_devices, device_type)
     else:
         _start(num_devices, device_type)
-    _runtime = Runtime(device_type=device_type, num_devices=num_devices)
+    _runtime = Runtime(device_type=device_type, num_devices=num_devices, devices=names, memory_per_device=memory)
     return _runtime
 
 
@@ -175,6 +213,86 @@ def start_for(caller: str, num_devices: int | None = None, device_type: str | No
     started = initialize(num_devices, device_type)
     _started_for = caller
     return started
+
+
+def _memory_of(given: int | str | None) -> int | None:
+    """Return the bytes of `memory_per_device`."""
+    try:
+        return None if given is None else tables.parse_size("memory_per_device", given)
+    except ValueError as error:
+        raise InitializationError(str(error)) from None
+
+
+def _checked_names(devices: Sequence[str], num_devices: int | None, device_type: str | None) -> tuple[str, ...]:
+    """Return the names of devices, checked without a look at the machine: all of one type, each once."""
+    received = f"Received: devices={devices!r}, num_devices={num_devices}, device_type={device_type!r}"
+    if num_devices is not None or device_type is not None:
+        raise InitializationError(f"devices names the devices, so leave num_devices and device_type out. {received}")
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        raise InitializationError(
+            f"devices must be a list of names, such as ['GPU:0', 'GPU:3'] or ['CPU:0', 'CPU:1']. {received}"
+        )
+    found = [
+        re.fullmatch(r"(CPU|GPU):(\d+)", each.strip().upper()) if isinstance(each, str) else None for each in devices
+    ]
+    wrong = [each for each, match in zip(devices, found, strict=True) if match is None]
+    if wrong:
+        raise InitializationError(
+            f"A device is named by its type and number. {_there_are()} On TPUs use num_devices: a process cannot hide "
+            f"TPUs from itself. Wrong: {wrong}. {received}"
+        )
+    names = tuple(f"{match[1]}:{int(match[2])}" for match in found if match is not None)
+    if len({name.partition(":")[0] for name in names}) > 1:
+        raise InitializationError(f"All devices of a mesh have one type. {_there_are()} {received}")
+    if len(set(names)) < len(names):
+        raise InitializationError(f"A device stands twice in devices. Name each once. {_there_are()} {received}")
+    return names
+
+
+def _there_are() -> str:
+    """Say which devices a script can name."""
+    found = _visible_gpus()
+    named = f"GPUs here: {', '.join(f'GPU:{number}' for number in range(found))}" if found else "No GPU is here"
+    return f"{named}; logical CPU devices: CPU:0, CPU:1 and so on, as many as you want."
+
+
+def _visible_gpus() -> int:
+    """Return the number of GPUs that this process may use, without starting CUDA."""
+    if _private.devices_are_listed():
+        return len(tf.config.list_physical_devices("GPU"))
+    value = os.environ.get(gpus.VISIBLE)
+    return (gpus.count() or 0) if value is None else len(gpus.visible(value))
+
+
+def _see_only(names: Sequence[str]) -> None:
+    """Make TensorFlow see only the named GPUs, in this order.
+
+    CUDA reads CUDA_VISIBLE_DEVICES when it starts, and TensorFlow then numbers the GPUs in the order of the variable.
+    Once TensorFlow has listed its devices, they can only be hidden.
+    """
+    numbers = [int(name.partition(":")[2]) for name in names]
+    available = _visible_gpus()
+    if max(numbers) >= available:
+        raise InitializationError(f"A named GPU is not here. {_there_are()} Received: devices={[*names]}")
+    if not _private.devices_are_listed():
+        value = os.environ.get(gpus.VISIBLE)
+        cards = [str(number) for number in range(available)] if value is None else gpus.visible(value)
+        os.environ[gpus.VISIBLE] = ",".join(cards[number] for number in numbers)
+        return
+    if _private.context_is_initialized():
+        raise InitializationError(
+            "TensorFlow has already started its GPUs, so a part of them can no longer be chosen. Call "
+            "tfshard.initialize(devices=...) at the start of the program, before the first tensor, variable or model. "
+            f"Received: devices={[*names]}"
+        )
+    if numbers != sorted(numbers):
+        raise InitializationError(
+            "TensorFlow has already listed its GPUs, and keeps their order. Call tfshard.initialize(devices=...) "
+            "before tf.config.list_physical_devices, or name the GPUs in ascending order. "
+            f"Received: devices={[*names]}"
+        )
+    physical = tf.config.list_physical_devices("GPU")
+    tf.config.set_visible_devices([physical[number] for number in numbers], "GPU")
 
 
 def current() -> Runtime | None:
@@ -251,13 +369,19 @@ def _keep_order(*, of_bodies: bool = False) -> None:
 def _validate_num_devices(num_devices: int | None, device_type: str) -> int:
     if device_type == "CPU":
         return num_devices or os.cpu_count() or 1
-    available = sum(map(_parts, tf.config.list_physical_devices(device_type)))
+    available = sum(map(_parts, _seen(device_type)))
     if available == 0 or (num_devices or 1) > available:
         raise InitializationError(
             f"Not enough {device_type} devices: this process sees {available}. {_how_to_split(available, device_type)}"
             f"Received: num_devices={num_devices}, device_type={device_type!r}"
         )
     return num_devices or available
+
+
+def _seen(device_type: str) -> list[tf.config.PhysicalDevice]:
+    """Return the physical devices that TensorFlow uses, without those that the script has hidden."""
+    visible = tf.config.get_visible_devices(device_type)
+    return [each for each in tf.config.list_physical_devices(device_type) if each in visible]
 
 
 def _how_to_split(available: int, device_type: str) -> str:
@@ -374,6 +498,12 @@ def _leave_room_for_nccl() -> None:
     reserve = min(_MOST_RESERVE, smallest // 20)
     if reserve > _TENSORFLOWS_RESERVE:
         os.environ.setdefault(_RESERVE, str(reserve))
+
+
+def reserved_bytes() -> int:
+    """Return the most bytes of a GPU that TensorFlow leaves to others, by its default or by an environment variable."""
+    chosen = os.environ.get(_RESERVE, "")
+    return (int(chosen) if chosen.isdigit() else _TENSORFLOWS_RESERVE) << 20
 
 
 def _print_gpus() -> None:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,16 +13,16 @@ from tfshard import tables
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
-from tfshard.layouts import gradient_reduction
+from tfshard.layouts import gradient_reduction, variable_layout
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
-from tfshard.layouts.config import Precision, ReshardPolicy, ShardingConfig, ZeroStage
+from tfshard.layouts.config import Microbatches, Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.operations import blocks
-from tfshard.planning import statistics_traffic, step_graph
+from tfshard.planning import linter, statistics_traffic, step_graph, variable_traffic
 from tfshard.planning.analyzer import without_peak
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
@@ -47,6 +47,7 @@ class Candidate(Peak):
         mesh_shape: Axis name to size.
         zero_stage: The ZeRO stage, which is also its number.
         recompute: True if blocks are computed again (`strategy.recompute(model)`).
+        microbatches: The microbatches of a step.
         problem: Why the candidate is impossible with any memory, or None.
         memory_per_device: The memory of a device, in bytes.
         collective_seconds: The time of a step's collectives, one after the other. None without links, or if their bytes
@@ -59,6 +60,7 @@ class Candidate(Peak):
     mesh_shape: dict[str, int]
     zero_stage: ZeroStage
     recompute: bool = False
+    microbatches: int = 1
     problem: str | None = None
     memory_per_device: int
     collective_seconds: float | None = None
@@ -135,6 +137,7 @@ class Advice:
             needed = f"too large: needs {tables.short_size(each.needed_bytes)} with room to spare"
             verdict = each.problem or ("fits" if each.fits else needed)
             verdict += ", with recompute" if each.recompute else ""
+            verdict += f", microbatches={each.microbatches}" if each.microbatches > 1 else ""
             verdict += "" if each.compression is None else f", {each.compression}"
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
         return tables.as_text(*self.reasons, table)
@@ -163,7 +166,9 @@ def advise(
 
     `advise` prefers the smallest stage that fits with all devices on the batch axis: a lower stage sends less, and the
     batch axis sends no activations. Its next choice is stage 3 with blocks computed again, which costs time. It
-    considers meshes with a model axis if a layout map names the axis `model`, the smallest model axis first.
+    considers meshes with a model axis if a layout map names the axis `model`, the smallest model axis first. If nothing
+    fits, it considers microbatches, the fewest first, unless a layer normalizes by the batch: such a layer would
+    normalize by a microbatch.
 
     With `links` (the result of `tfshard profile-network`), `advise` prefers the fitting mesh and stage with the
     shortest time of collectives alone. It computes blocks again only if nothing else fits. It also considers hybrid
@@ -172,6 +177,7 @@ def advise(
     With `machine` (measured by `tfshard calibrate`, or described in a file), `advise` prefers the fitting mesh and
     stage with the shortest steps. A step is the computation, repeated computation included, and the part of the
     collectives that the computation does not hide (docs/simulating.md). `links` replaces the links of the machine.
+    If nothing fits otherwise, `advise` then considers blocks computed again at every stage, and microbatches.
 
     With `compression` and links, `advise` also considers each mesh and stage with the compression, and proposes it if
     it clearly pays: if collectives and encoding take at most nine tenths of the time of exact collectives, even if
@@ -255,6 +261,7 @@ def advise(
         timing=UpdateTiming.of(optimizer),
         inputs=None if activation_bytes is not None else inputs,
         machine=on,
+        automatic=automatic,
     )
     if on is not None and (step.inputs is None or not isinstance(model, keras.Model)):
         raise StrategyError(
@@ -264,11 +271,12 @@ def advise(
         )
     has_blocks = step.inputs is not None and isinstance(model, keras.Model) and blocks.can_mark(model)
     candidates = []
-    for mesh_shape in _meshes(devices, sizes if has_model_axis else None, known):
+    meshes = _meshes(devices, sizes if has_model_axis else None, known)
+    maps = [auto_layout.resolve(layout_map, model, each) for each in meshes]
+    ways = [*((stage, False) for stage in ZeroStage), *[(ZeroStage.PARAMETERS, True)] * has_blocks]
+    for mesh_shape, chosen in zip(meshes, maps, strict=True):
         data_size = MeshAxes.of(mesh_shape).data_size
-        chosen = auto_layout.resolve(layout_map, model, mesh_shape)
         possible = [each for each in reductions if data_size > 1 and _fits_mesh(each, mesh_shape)]
-        ways = [*((stage, False) for stage in ZeroStage), *[(ZeroStage.PARAMETERS, True)] * has_blocks]
         for (stage, recompute), reduction in itertools.product(ways, [None, *possible]):
             empty = Candidate(
                 mesh_shape=mesh_shape,
@@ -283,6 +291,17 @@ def advise(
                 continue
             activations = (activation_bytes or 0) * (batch // data_size)
             candidates.append(step.measure(empty, chosen, reduction, activations))
+    if not any(each.fits and (on is None or not each.recompute) for each in candidates):
+        if on is not None and has_blocks:
+            ways += [(stage, True) for stage in ZeroStage if stage is not ZeroStage.PARAMETERS]
+            candidates += step.measure_split(meshes, maps, ways[-3:], batch=batch, count=1, memory=memory_per_device)
+        if step.inputs is not None and isinstance(model, keras.Model) and can_split(model):
+            candidates += _in_microbatches(
+                lambda count: step.measure_split(
+                    meshes, maps, ways, batch=batch, count=count, memory=memory_per_device
+                ),
+                max(batch // MeshAxes.of(each).data_size for each in meshes),
+            )
     if on is not None:
         candidates.sort(key=lambda each: math.inf if each.step_seconds is None else each.step_seconds)
     elif known is not None:
@@ -290,6 +309,35 @@ def advise(
         exact = {_where(each): each for each in candidates if each.compression is None}
         candidates.sort(key=lambda each: (each.recompute, _preferred_by(each, exact[_where(each)])))
     return _choose(candidates, activation_bytes is None and inputs is None, has_model_axis)
+
+
+def _in_microbatches(measure: Callable[[int], list[Candidate]], most: int) -> list[Candidate]:
+    """Return the candidates with the fewest microbatches with which something fits, by bisection over powers of 2.
+
+    Args:
+        measure: Returns the candidates with a number of microbatches.
+        most: The rows of a device.
+    """
+    counts = [1 << power for power in range(1, most.bit_length())]
+    found: dict[int, list[Candidate]] = {}
+    least, first = 0, len(counts) - 1
+    while counts and least <= first:
+        # The most microbatches come first: if nothing fits with them, nothing does.
+        place = first if not found else (least + first) // 2
+        found[counts[place]] = measure(counts[place])
+        if any(each.fits for each in found[counts[place]]):
+            first = place - 1
+        elif len(found) == 1:
+            break
+        else:
+            least = place + 1
+    return [each for count in sorted(found) for each in found[count]]
+
+
+def can_split(model: keras.Model) -> bool:
+    """Return whether a step in microbatches computes what a step on the full batch computes: no layer normalizes by the
+    statistics of a batch."""
+    return not statistics_traffic.statistics_of(model)
 
 
 def _meshes(devices: int, model_sizes: Sequence[int] | None, links: Links | None) -> list[dict[str, int]]:
@@ -340,7 +388,7 @@ def _fits_mesh(reduction: GradientReduction, mesh_shape: Mapping[str, int]) -> b
 
 def _where(candidate: Candidate) -> tuple[object, ...]:
     """Return the key that candidates share if only their compression differs."""
-    return tuple(candidate.mesh_shape.items()), candidate.zero_stage, candidate.recompute
+    return tuple(candidate.mesh_shape.items()), candidate.zero_stage, candidate.recompute, candidate.microbatches
 
 
 def _at_most(candidate: Candidate, exact: Candidate) -> float:
@@ -370,6 +418,7 @@ class _AdvisedStep:
         timing: When updates can run.
         inputs: The inputs of the model. None if they are unknown, or the caller gave the activations.
         machine: The machine, if it is known.
+        automatic: True if tfshard finds the layout maps.
     """
 
     model: ModelOrSpecs
@@ -381,25 +430,31 @@ class _AdvisedStep:
     timing: UpdateTiming
     inputs: Any
     machine: Machine | None
+    automatic: bool
 
     def measure(
         self, empty: Candidate, layout_map: LayoutMap, reduction: GradientReduction | None, activation_bytes: int
     ) -> Candidate:
         """Return a candidate with its peak, or with the reason why it is impossible."""
+        microbatches = Microbatches(count=empty.microbatches)
         try:
             config = dataclasses.replace(
                 self.config,
                 layout_map=layout_map,
                 zero_stage=empty.zero_stage,
                 reduction=reduction,
+                microbatches=microbatches,
             )
             placement = ModelPlacement.of(self.specs, config, mesh_shape=empty.mesh_shape).check()
         except LayoutError as e:
             return dataclasses.replace(empty, problem=str(e))
+        if self.automatic and linter.shards_nothing(placement):
+            problem = f"layout_map='{AUTO}' finds nothing to shard over '{MODEL_AXIS}'"
+            return dataclasses.replace(empty, problem=problem)
         graph = step_graph.trace(
             self.model if self.inputs is not None else placement.specs,
             placement,
-            inputs=self.inputs,
+            inputs=variable_traffic.inputs_of_microbatch(microbatches, self.inputs, empty.mesh_shape),
             recompute=blocks.AUTO if empty.recompute else None,
         )
         stored_bytes = ShardingPlan.from_placement(placement, slots=self.slots).resting_bytes()
@@ -413,6 +468,42 @@ class _AdvisedStep:
             waits_in_backward=self.inputs is not None and bool(statistics_traffic.statistics_of(self.model)),
         )
         return self._timed(dataclasses.replace(empty, **dataclasses.asdict(peak)), placement, graph)
+
+    def measure_split(
+        self,
+        meshes: Sequence[Mapping[str, int]],
+        maps: Sequence[LayoutMap],
+        ways: Sequence[tuple[ZeroStage, bool]],
+        *,
+        batch: int,
+        count: int,
+        memory: int,
+    ) -> list[Candidate]:
+        """Return the candidates with at least `count` microbatches, on each mesh whose devices have as many rows.
+
+        Args:
+            meshes: The meshes.
+            maps: The layout map of each mesh.
+            ways: Stages, and whether blocks are computed again.
+            batch: Samples of a step.
+            count: Microbatches of a step. The number grows until it divides the rows of a device.
+            memory: Bytes of a device.
+        """
+        found = []
+        for mesh_shape, layout_map in zip(meshes, maps, strict=True):
+            rows, left = divmod(batch, MeshAxes.of(mesh_shape).data_size)
+            if left or rows < count:
+                continue
+            for stage, recompute in ways:
+                empty = Candidate(
+                    mesh_shape=dict(mesh_shape),
+                    zero_stage=stage,
+                    recompute=recompute,
+                    microbatches=variable_layout.divisor_from(rows, count),
+                    memory_per_device=memory,
+                )
+                found.append(self.measure(empty, layout_map, None, 0))
+        return found
 
     def _timed(self, empty: Candidate, placement: ModelPlacement, graph: StepGraph) -> Candidate:
         """Add the time of collectives and encoding, if the links are known."""
@@ -444,12 +535,16 @@ class _AdvisedStep:
         traced = TracedStep.of(
             self.model,
             placement,
-            inputs=self.inputs,
+            inputs=variable_traffic.inputs_of_microbatch(
+                placement.config.microbatches, self.inputs, candidate.mesh_shape
+            ),
             timing=self.timing,
             recompute=blocks.AUTO if candidate.recompute else None,
         )
         updated = updated_bytes_of(placement, self.slots)
-        return traced.on(self.machine, candidate.mesh_shape, updated_bytes=updated).seconds
+        return traced.on(
+            self.machine, candidate.mesh_shape, updated_bytes=updated, microbatches=candidate.microbatches
+        ).seconds
 
 
 def _encoded_bytes(placement: ModelPlacement, plan: ShardingPlan) -> int:
@@ -574,6 +669,7 @@ def _verdict(each: Candidate, exact: Candidate, chosen: Candidate) -> str:
 
 def _text(candidate: Candidate) -> str:
     again = " with strategy.recompute(model)" if candidate.recompute else ""
+    again += f" with microbatches={candidate.microbatches}" if candidate.microbatches > 1 else ""
     option = "" if candidate.compression is None else f" with compression={candidate.compression!r}"
     return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}"
 

@@ -187,11 +187,18 @@ def model_findings(model: keras.Model) -> list[Finding]:
     return findings
 
 
+def shards_nothing(placement: ModelPlacement) -> bool:
+    """Return whether a placement has a model axis of several devices, and its layout map shards nothing over it."""
+    axis = auto_layout.model_axis(placement.mesh_shape)
+    has_axis = axis is not None and placement.mesh_shape[axis] > 1
+    return has_axis and not any(any(rule.axes) for rule in placement.layout_map.values())
+
+
 def _found_findings(placement: ModelPlacement) -> list[Finding]:
     """Return a finding if `layout_map="auto"` found nothing to shard over a model axis."""
     layout_map, sizes = placement.layout_map, placement.mesh_shape
     axis = auto_layout.model_axis(sizes)
-    if axis is None or sizes[axis] == 1 or any(any(rule.axes) for rule in layout_map.values()):
+    if axis is None or not shards_nothing(placement):
         return []
     reasons = [f"'{pattern}': {rule.reason}" for pattern, rule in layout_map.items() if rule.reason][:_SHOWN]
     text = (

@@ -327,7 +327,7 @@ class Machine:
         """Read a file that `save` wrote, or a description (docs/simulating.md).
 
         Args:
-            path: The file, or the name of a description in tfshard: `"a100"`, `"h100"` or `"v5p"`.
+            path: The file, or the name of a description in tfshard: `"a100"`, `"cpu"`, `"h100"` or `"v5p"`.
 
         Raises:
             StrategyError: The file does not exist, or it does not describe a machine.

@@ -5,6 +5,8 @@ Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`
     models        `as_distributed`, `Model`, `Sequential`
     step_functions  `MeshStep`, which Keras calls, and the traced functions by the shapes of batches
     padding       batches of several shapes, padded to one shape
+    automatic     `strategy="auto"`: the choice of a strategy for the first batch
+    batch_sizes   `find_batch_size`: the largest batch size that trains
     strategy      `ShardedStrategy`: the public strategy class
     strategy_base `StrategyBase`: the settings of a strategy on a mesh, and its models
     attached_model  `AttachedModel`: a model with variables that a strategy shards
@@ -26,6 +28,7 @@ Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`
     generation    KerasHub's `generate()` on a sharded model
 """
 
+from tfshard.training.batch_sizes import find_batch_size
 from tfshard.training.distributions import keras_distribution, strategy_of
 from tfshard.training.models import Model, Sequential, as_distributed
 from tfshard.training.pipelines import random_map
@@ -36,6 +39,7 @@ __all__ = [
     "Sequential",
     "ShardedStrategy",
     "as_distributed",
+    "find_batch_size",
     "keras_distribution",
     "random_map",
     "strategy_of",

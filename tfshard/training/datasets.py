@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import numbers
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -37,7 +38,20 @@ def prefetch_of(options: tf.distribute.InputOptions | None, mesh: dtensor.Mesh) 
     """Return how many batches are copied to the devices ahead of the step, by default as `PREFETCH` says."""
     if options is None:
         return PREFETCH.get(mesh.device_type().upper(), 0)
-    return int(options.experimental_per_replica_buffer_size) if options.experimental_fetch_to_device else 0
+    if options.experimental_place_dataset_on_device:
+        raise StrategyError(
+            "A sharded dataset is read on the host, and each batch is cut there for the devices. Leave out "
+            "experimental_place_dataset_on_device of tf.distribute.InputOptions. Received: True."
+        )
+    if not options.experimental_fetch_to_device:
+        return 0
+    depth = options.experimental_per_replica_buffer_size
+    if isinstance(depth, bool) or not isinstance(depth, numbers.Integral) or depth < 0:
+        raise StrategyError(
+            "experimental_per_replica_buffer_size of tf.distribute.InputOptions must be the number of batches that are "
+            f"copied to the devices ahead of the step: 0 or more. Received: {depth!r}."
+        )
+    return int(depth)
 
 
 class HostBatches:
@@ -263,6 +277,63 @@ def without_tuning(dataset: Iterable[Any]) -> Iterable[Any]:
     options.autotune.enabled = False
     quick: Iterable[Any] = dataset.with_options(options)  # type: ignore[attr-defined]
     return quick
+
+
+class EpochBatches:
+    """The batches that Keras's epoch iterator will read, to look at the first one before the epochs begin.
+
+    Args:
+        epochs: The epoch iterator of a `fit` or `evaluate`.
+    """
+
+    def __init__(self, epochs: object):
+        self._epochs = _private.EpochIterator(epochs)
+        self._first: Any = None
+        self._iterator: HostBatches | None = None
+
+    def spec(self) -> Any:
+        """Return the specs of a full batch, or None if they do not tell every size."""
+        dataset: Any = self._epochs.dataset
+        dataset = dataset.host if isinstance(dataset, ShardedDataset) else dataset
+        size = self._epochs.first_size
+
+        def known(leaf: Any) -> Any:
+            if not isinstance(leaf, tf.TensorSpec) or not leaf.shape.rank:
+                return leaf
+            return tf.TensorSpec([size if leaf.shape[0] is None else leaf.shape[0], *leaf.shape[1:]], leaf.dtype)
+
+        found = tf.nest.map_structure(known, dataset.element_spec)
+        leaves = [leaf for leaf in tf.nest.flatten(found) if leaf is not None and not isinstance(leaf, tf.OptionalSpec)]
+        is_known = all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves)
+        if not is_known:
+            return None
+        return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, found)
+
+    def first(self) -> Any:
+        """Return the first batch, or None if there is no data. The first epoch begins with the same batch."""
+        found = self._epochs.first_of_python()
+        if found is not None:
+            return found
+        dataset: Any = self._epochs.dataset
+        host = dataset.host if isinstance(dataset, ShardedDataset) else dataset
+        self._iterator = HostBatches(iter(host))
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            return None
+        self._iterator.saved.append(batch)
+        if isinstance(dataset, ShardedDataset):
+            dataset.continue_with(self._iterator)
+        return batch
+
+    def distribute(self, strategy: Any) -> None:
+        """Put the batches on the mesh of a strategy."""
+        dataset: Any = self._epochs.dataset
+        host = dataset.host if isinstance(dataset, ShardedDataset) else dataset
+        sharded = strategy.experimental_distribute_dataset(host)
+        if self._iterator is not None:
+            sharded.continue_with(self._iterator)
+        self._epochs.distribute(strategy, sharded)
 
 
 # Keras's epoch iterator of each model's `fit`. It counts the steps of the epochs.

@@ -12,12 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.devices import clients, process_lock
+from tfshard.devices import clients, process_lock, startup
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.layouts.axes import axis_sizes
 from tfshard.training import (
     attached_model,
+    automatic,
     births,
     custom_steps,
     datasets,
@@ -42,34 +43,43 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
     test_function: Any
     predict_function: Any
 
-    def compile(self, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> None:
+    def compile(self, *args: Any, strategy: ShardedStrategy | str | None = None, **kwargs: Any) -> None:
         """Compile the model as Keras does, with one more argument.
 
         Args:
             *args: As in `keras.Model.compile`.
             strategy: A `tfshard.ShardedStrategy`. Reshards the variables of the model, the optimizer and the metrics in
-                place, and keeps their values, even if another ShardedStrategy held them. With None, the model goes to
-                the strategy of the active `keras.distribution`, if one is active. Otherwise, a sharded model stays
-                under its strategy, and any other model is compiled as in plain Keras.
+                place, and keeps their values, even if another ShardedStrategy held them. `"auto"` chooses a strategy
+                for the memory of all devices before the first batch of `fit`, `train_on_batch`, `evaluate` or
+                `test_on_batch`, and prints the choice; until then the model is a plain Keras model. With None, the
+                model goes to the strategy of the active `keras.distribution`, if one is active. Otherwise, a sharded
+                model stays under its strategy, and any other model is compiled as in plain Keras.
             **kwargs: As in `keras.Model.compile`. With `jit_compile=True` each device runs the blocks of the model as
                 XLA programs. Blocks are repeated layers with sublayers, such as transformer layers, and the layers
                 with sublayers that `strategy.recompute` marked. `"auto"`, the default, compiles on GPUs, and nothing
                 on CPUs and TPUs.
 
         Raises:
-            StrategyError: `strategy` is not a ShardedStrategy, or the model belongs to a strategy of another kind.
+            StrategyError: `strategy` is neither a ShardedStrategy nor `"auto"`, or the model belongs to a strategy of
+                another kind.
+            InitializationError: With `"auto"`: DTensor cannot start, because TensorFlow has fixed its devices.
             LayoutError: The layout map does not fit the model.
             UnsupportedLayerError: The model has a layer that DTensor cannot expand.
         """
+        if strategy is None and automatic.state_of(self) is not None:
+            strategy = automatic.AUTO
         if strategy is None:
             strategy = _current_strategy(self)
         if strategy is None:
             super().compile(*args, **kwargs)
             return
-        _compile_under(self, strategy, functools.partial(super().compile, *args), kwargs)
+        _compile_with(self, strategy, functools.partial(super().compile, *args), kwargs)
 
     def get_compile_config(self) -> Any:
         strategy, clone = _current_strategy(self), _private.clone_being_made()
+        if isinstance(clone, keras.Model) and strategy is None and (state := automatic.state_of(self)) is not None:
+            if self._prepares(clone):
+                automatic.expect(clone, state.jit_compile)
         if clone is None or strategy is None:
             return super().get_compile_config()
         if not isinstance(clone, keras.Model) or not self._prepares(clone):
@@ -97,6 +107,8 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
                 self.optimizer.build(self.trainable_variables)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        if automatic.state_of(self) is not None:
+            data_batch = self._choose_strategy(iterator, data_batch)
         if isinstance(_private.distribute_strategy(self), ShardedStrategy):
             readiness.check_process()
         # Keras passes the iterator that counts the steps of the epochs here (callback.py).
@@ -106,7 +118,7 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
             self._note_batch(iterator, data_batch)
             return
         build = super()._maybe_symbolic_build
-        if iterator is None:
+        if data_batch is not None:
             build(data_batch=data_batch)
             return
         # Keras has an `OptionalSpec` where a generator yields None.
@@ -123,9 +135,41 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
         except StopIteration:  # No data: the caller reports it as Keras does. Build the metrics anyway.
             build(data_batch=spec)
 
+    def _choose_strategy(self, iterator: Any, data_batch: Any) -> Any:
+        """Choose the strategy of a model with `strategy="auto"`, if its choice is missing or too small for a batch.
+
+        Returns:
+            The batch, if it is known now.
+        """
+        epochs = None if iterator is None else datasets.EpochBatches(iterator)
+        batch = data_batch if epochs is None else epochs.spec()
+        inputs = None if batch is None else keras.utils.unpack_x_y_sample_weight(batch)[0]
+        if not automatic.needs_choice(self, inputs):
+            return data_batch
+        if epochs is not None and batch is None:
+            batch = epochs.first()
+            if batch is None:
+                return data_batch  # No data: the caller reports it as Keras does.
+            inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
+            if not automatic.needs_choice(self, inputs):
+                return batch
+        state = automatic.state_of(self)
+        strategy = automatic.choose(self, inputs)
+        if strategy is not None and state is not None:
+            chosen = state.chosen
+            options = {"jit_compile": state.jit_compile, "run_eagerly": self.run_eagerly}
+            _compile_under(self, strategy, functools.partial(_take_strategy, self), options)
+            if chosen is not None and chosen.recompute:
+                strategy.recompute(self)
+            if epochs is not None:
+                epochs.distribute(strategy)
+            if state.on_choice is not None:
+                state.on_choice(strategy)
+        return batch
+
     def _note_batch(self, iterator: Any, data_batch: Any) -> None:
         """Record the batch of a model with custom steps, which is built when its step functions are made."""
-        if iterator is None:
+        if data_batch is not None:
             custom_steps.note_batch(self, data_batch)
         else:
             epochs = _private.EpochIterator(iterator)
@@ -149,18 +193,31 @@ class Distributed(_KerasModel):  # type: ignore[misc]  # Keras has no types.
                         f"tfshard.CheckpointCallback, which also restores. Received: callback={callback!r}"
                     )
         strategy = _private.distribute_strategy(self)
-        if not isinstance(strategy, ShardedStrategy):
+        if not isinstance(strategy, ShardedStrategy) and automatic.state_of(self) is None:
             return super().fit(*args, **kwargs)
         kwargs = _quiet(keras.Model.fit, args, kwargs)
         watching.check_can_write(callbacks)
         watchers = [each for each in callbacks if isinstance(each, watching.StepWatcher)]
-        with strategy.watched.by(watchers), datasets.read_ahead_dropped(self):
+        with contextlib.ExitStack() as stack:
+
+            def watch(strategy: ShardedStrategy) -> None:
+                stack.enter_context(strategy.watched.by(watchers))
+
+            if isinstance(strategy, ShardedStrategy):
+                watch(strategy)
+            stack.enter_context(automatic.choices_told(self, watch))
+            stack.enter_context(datasets.read_ahead_dropped(self))
             return super().fit(*args, **kwargs)
 
     @functools.wraps(keras.Model.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with datasets.read_ahead_dropped(self):
+        with datasets.read_ahead_dropped(self), automatic.evaluating(self):
             return super().evaluate(*args, **_quiet(keras.Model.evaluate, args, kwargs))
+
+    @functools.wraps(keras.Model.test_on_batch)
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with automatic.evaluating(self):
+            return super().test_on_batch(*args, **kwargs)
 
     @functools.wraps(keras.Model.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -364,13 +421,53 @@ def as_distributed(model: keras.Model) -> keras.Model:
 births.model_preparers.append(as_distributed)
 
 
-@process_lock.locked
-def _compile_under(model: keras.Model, strategy: Any, compile_: Callable[..., None], options: dict[str, Any]) -> None:
+def _compile_with(model: keras.Model, strategy: Any, compile_: Callable[..., None], options: dict[str, Any]) -> None:
+    """Compile a model with the argument `strategy` of `compile`."""
+    if isinstance(strategy, str) and strategy == automatic.AUTO:
+        _compile_automatically(model, compile_, options)
+        return
     if not isinstance(strategy, ShardedStrategy):
         raise StrategyError(
-            "strategy must be a tfshard.ShardedStrategy; other tf.distribute strategies are used through their "
+            "strategy must be a tfshard.ShardedStrategy, or 'auto' to choose one when the first batch is known. Other "
+            "tf.distribute strategies are used through their "
             f"scope(). Received: strategy={strategy!r} (of type {type(strategy)})"
         )
+    automatic.forget(model)
+    _compile_under(model, strategy, compile_, options)
+
+
+@process_lock.locked
+def _compile_automatically(model: keras.Model, compile_: Callable[..., None], options: dict[str, Any]) -> None:
+    """Compile a model whose strategy is chosen when its first batch is known."""
+    opened = tf.distribute.get_strategy()
+    if isinstance(opened, ShardedStrategy):
+        raise StrategyError(
+            "strategy='auto' chooses a strategy, and the scope of another one is open. Compile the model outside of "
+            f"the scope, or leave strategy='auto' out. Received: strategy='auto' in the scope of {opened}"
+        )
+    readiness.check_process()
+    if startup.current() is None:
+        startup.initialize()
+    current = _private.distribute_strategy(model)
+    if isinstance(current, ShardedStrategy):
+        _compile_under(model, current, compile_, options)
+    else:
+        compile_(**options)
+    automatic.expect(model, options.get("jit_compile", automatic.AUTO))
+
+
+def _take_strategy(model: keras.Model, **options: Any) -> None:
+    """Take the place of `compile` for a compiled model that gets a strategy: XLA compiles no step on a mesh, and step
+    functions of an earlier strategy are dropped."""
+    del options
+    model.jit_compile = False
+    model.train_function = model.test_function = model.predict_function = None
+
+
+@process_lock.locked
+def _compile_under(
+    model: keras.Model, strategy: ShardedStrategy, compile_: Callable[..., None], options: dict[str, Any]
+) -> None:
     readiness.check_process()
     attached = attached_model.attached(model, strategy)
     attached.move_from_other()
@@ -405,13 +502,13 @@ def _with_strategy(keras_compile: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(keras_compile)
-    def compile_(self: keras.Model, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> None:
+    def compile_(self: keras.Model, *args: Any, strategy: ShardedStrategy | str | None = None, **kwargs: Any) -> None:
         strategy = distributions.active_strategy() if strategy is None else strategy
         if strategy is None:
             keras_compile(self, *args, **kwargs)
             return
         as_distributed(self)
-        _compile_under(self, strategy, functools.partial(keras_compile, self, *args), kwargs)
+        _compile_with(self, strategy, functools.partial(keras_compile, self, *args), kwargs)
 
     return compile_
 
@@ -430,7 +527,7 @@ def _let_take_strategy(cls: type) -> None:
         return
 
     @functools.wraps(class_compile)
-    def compile_(self: keras.Model, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> Any:
+    def compile_(self: keras.Model, *args: Any, strategy: ShardedStrategy | str | None = None, **kwargs: Any) -> Any:
         if strategy is None:
             return class_compile(self, *args, **kwargs)
         return as_distributed(self).compile(*args, strategy=strategy, **kwargs)

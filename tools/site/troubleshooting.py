@@ -161,6 +161,17 @@ step = tf.function(lambda batch: strategy.run(tf.reduce_sum, args=(batch,)))
 step(x)""",
     ),
     Example(
+        error="DeviceMemoryError",
+        title="Nothing that fits, with `strategy='auto'`",
+        remedy="The message names the nearest misses. A smaller batch, more devices or mixed precision needs less memory. "
+        "`tfshard.find_batch_size` raises this error, too, if not even the smallest batch trains.",
+        code="""\
+tfshard.initialize(memory_per_device="1KiB")
+model = build()
+model.compile("sgd", "mse", strategy="auto")
+model.fit(x, y, verbose=0)""",
+    ),
+    Example(
         error="UnsupportedLayerError",
         title="A layer that no mesh computes",
         remedy="[Layers](layers.md) lists them with what to do instead; preprocessing belongs in the input pipeline.",

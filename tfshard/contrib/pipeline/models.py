@@ -75,11 +75,14 @@ class _Pipelined(Distributed):
             )
         return state
 
-    def compile(self, *args: Any, strategy: ShardedStrategy | None = None, **kwargs: Any) -> None:
+    def compile(self, *args: Any, strategy: ShardedStrategy | str | None = None, **kwargs: Any) -> None:
         strategy = strategy or _private.distribute_strategy(self)
         if not isinstance(strategy, ShardedStrategy):
             if strategy is not None:
-                raise StrategyError(f"strategy must be a tfshard.ShardedStrategy. Received: strategy={strategy!r}")
+                raise StrategyError(
+                    "strategy must be a tfshard.ShardedStrategy with a pipeline axis; 'auto' chooses no pipeline. "
+                    f"Received: strategy={strategy!r}"
+                )
             super().compile(*args, **kwargs)
             return
         state = self._state()
