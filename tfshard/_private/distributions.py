@@ -100,7 +100,8 @@ def remove_distribution_backend() -> None:
 
 
 def _targets() -> Iterable[str]:
-    prefixes = (f"{_backend.__name__}.", f"{_core.__name__}.Variable._initialize")
+    backend = "keras.src.backend.tensorflow"
+    prefixes = (f"{backend}.distribution_lib.", f"{backend}.core.Variable._initialize")
     names = {"make_predict_function", "export", "save", "save_weights"}
     return [
         each.target
