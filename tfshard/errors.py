@@ -87,7 +87,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class ClientError(ShardingError):
-    """Clients of a launched run disagree, a client did not come, or the run must restart after a failed step."""
+    """Clients disagree or one did not come, the run must restart after a failed step, or a spawned process failed."""
 
 
 class CollectiveError(ShardingError):
@@ -96,6 +96,10 @@ class CollectiveError(ShardingError):
 
 class LaunchError(ShardingError):
     """The run cannot be launched as requested."""
+
+
+class ClusterError(LaunchError):
+    """A cluster's environment variables lack something or contradict each other."""
 
 
 # The packages with frames between a user's line and a tfshard warning.

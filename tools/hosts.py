@@ -2,6 +2,7 @@
 
     python -m tools.hosts --rate=1gbit examples/train_lm.py --mesh=batch:4 --steps=20
     python -m tools.hosts --num_hosts=4 --devices_per_process=1 --rate=100mbit examples/train_lm.py --mesh=batch:4
+    python -m tools.hosts --rate=100mbit --delay_ms=5 examples/train_lm.py --mesh=batch:4
     python -m tools.hosts --launch_flags=--module tfshard profile-network
     python -m tools.hosts --down=1@40 examples/train_lm.py --mesh=batch:4       # cuts the link of host 1 after 40 s
     python -m tools.hosts --down=1@40+3 examples/train_lm.py --mesh=batch:4     # and restores it 3 s later
@@ -35,6 +36,7 @@ _NUM_HOSTS = flags.DEFINE_integer("num_hosts", 2, "Number of hosts.", 2, network
 _RATE = flags.DEFINE_string(
     "rate", "10gbit", "Rate of each host's link in both directions, such as 10gbit, 1gbit, 100mbit."
 )
+_DELAY = flags.DEFINE_float("delay_ms", 0.0, "Milliseconds that a packet takes from host to host.", 0.0)
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "Number of clients on each host.", 1)
 _DEVICES = flags.DEFINE_integer("devices_per_process", 2, "Number of devices of each client.", 1)
 _LAUNCH_FLAGS = flags.DEFINE_list(
@@ -164,8 +166,9 @@ def run(arguments: list[str], received: list[int]) -> int:
     """Launch on all hosts, remove the hosts, and return the exit code."""
     planned = sorted(change for text in _DOWN.value for change in changes(text, _NUM_HOSTS.value))
     environment = {**os.environ, "TFSHARD_SECRET": os.urandom(32).hex()}
-    with network.connected(_NUM_HOSTS.value, _RATE.value) as hosts:
-        say(f"{', '.join(hosts.addresses)}, with links of {_RATE.value}")
+    with network.connected(_NUM_HOSTS.value, _RATE.value, 1e-3 * _DELAY.value) as hosts:
+        delay = f" and {_DELAY.value:g} ms" if _DELAY.value else ""
+        say(f"{', '.join(hosts.addresses)}, with links of {_RATE.value}{delay}")
         launchers = [_Launcher(host, command, environment) for host, command in enumerate(commands(hosts, arguments))]
         codes = watch(hosts, launchers, planned, received)
         for host, address in enumerate(hosts.addresses):

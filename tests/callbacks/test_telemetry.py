@@ -255,7 +255,9 @@ def test_scalars_are_written_without_tensorboard_and_its_callback_is_refused_bef
     with pytest.raises(ImportError):
         import tensorboard  # noqa: F401, PLC0415  # Premise: the import fails.
     model = compiled(sharded())
-    with pytest.raises(tfshard.errors.TelemetryError, match="needs the package tensorboard.*pip install tensorboard"):
+    with pytest.raises(
+        tfshard.errors.TelemetryError, match="needs the package tensorboard.*pip install 'tfshard.tensorboard.'"
+    ):
         fit(model, keras.callbacks.TensorBoard(tmp_path))
     assert int(model.optimizer.iterations) == 0
     told = fit(model, tfshard.callbacks.Telemetry(log_dir=tmp_path, profile_every=None), epochs=2)
@@ -269,6 +271,53 @@ def test_scalars_are_written_without_tensorboard_and_its_callback_is_refused_bef
     for epoch in range(2):
         for name in ("collective_bytes", "samples_per_second"):
             assert written[epoch, f"telemetry/{name}"] == pytest.approx(told[name][epoch])
+
+
+def test_metrics_under_names_of_ones_own_are_in_history_and_files(tmp_path):
+    given = {"double": lambda logs: 2 * logs["loss"], "rate": lambda logs: logs["samples_per_second"], "batch": None}
+    found = tfshard.callbacks.Telemetry(tmp_path / "run.csv", tmp_path / "board", metrics={**given, "never": None})
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: found.record("batch", batch))
+    history = fit(compiled(sharded()), record, found)
+    np.testing.assert_allclose(history["double"], np.multiply(2, history["loss"]))
+    assert history["rate"] == history["samples_per_second"]
+    # The mean of batches 0 to 3, in each epoch.
+    assert history["batch"] == [1.5] * 3 and np.isnan(history["never"]).all()
+    with (tmp_path / "run.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["batch"]) for row in rows] == [1.5] * 3
+    assert [float(row["double"]) for row in rows] == history["double"]
+    (file,) = (tmp_path / "board").iterdir()
+    tags = {value.tag for event in tf.compat.v1.train.summary_iterator(str(file)) for value in event.summary.value}
+    assert {"telemetry/double", "telemetry/batch"} <= tags
+    # Plain Keras has them, too.
+    assert fit(compiled(), tfshard.callbacks.Telemetry(metrics={"one": lambda logs: 1}))["one"] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (["a"], r"metrics must map names to functions.*Received: metrics=\['a'\]"),
+        ({"a": 3}, "metrics must map names to functions"),
+        ({"restarts": None}, "report 'restarts' themselves. Choose other names"),
+        ({"val_loss": None}, "report 'val_loss' themselves"),
+    ],
+)
+def test_wrong_metrics_are_refused(metrics, message):
+    with pytest.raises(tfshard.errors.TelemetryError, match=message):
+        tfshard.callbacks.Telemetry(metrics=metrics)
+
+
+def test_values_that_are_no_numbers_and_names_that_are_not_declared_are_refused():
+    found = tfshard.callbacks.Telemetry(metrics={"a": None, "b": lambda logs: "text"}, profile_every=None)
+    with pytest.raises(tfshard.errors.TelemetryError, match=r"Declared: \['a'\]. Received: name='b'"):
+        found.record("b", 1.0)
+    with pytest.raises(tfshard.errors.TelemetryError, match="Metric 'a' of Telemetry must be a number. Received: None"):
+        found.record("a", None)
+    with pytest.raises(tfshard.errors.TelemetryError, match="Metric 'b' of Telemetry must be a number. Received: 'te"):
+        fit(compiled(sharded()), found)
+    found = tfshard.callbacks.Telemetry(metrics={"mae": None}, profile_every=None)
+    with pytest.raises(tfshard.errors.TelemetryError, match="A metric of the model is also called 'mae'"):
+        fit(compiled(sharded(), metrics=["mae"]), found)
 
 
 def test_a_clock_without_steps_knows_nothing():
@@ -293,3 +342,6 @@ def test_clients_tell_the_same_of_the_whole_run_and_one_writes(tmp_path):
         np.testing.assert_array_equal([float(row[name]) for row in rows], values)
     assert first["history"]["collective_seconds"][0] > 0 == first["history"]["restarts"][0]
     assert all(value > 0 for value in first["history"]["samples_per_second"])
+    # The mean over clients 0 and 1; only client 1 knows `second`.
+    assert first["history"]["rank"] == [0.5, 0.5] and first["history"]["second"] == [7.0, 7.0]
+    assert "the metrics of Telemetry" in first["refused"]

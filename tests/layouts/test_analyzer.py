@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tfshard.layouts.config import ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import VariableSpec
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout
+from tfshard.planning import Link, Links
 
 MEBI = 1 << 20
 
@@ -57,7 +59,8 @@ def cases(draw) -> Case:
     analyzer = tfshard.ParameterAnalyzer(
         group_threshold_bytes=draw(st.integers(0, 8000)),
         # Includes small limits that close a group.
-        max_group_bytes=draw(st.integers(0, 2000) | st.integers(0, 20000)),
+        max_group_bytes=(largest := draw(st.integers(0, 2000) | st.integers(0, 20000))),
+        min_group_bytes=draw(st.just(0) | st.integers(0, largest)),
     )
     return Case(specs=specs, mesh=mesh, stage=draw(st.integers(0, 3)), analyzer=analyzer)
 
@@ -92,14 +95,17 @@ class ByHand:
             self, indices=[*self.indices, index], offsets=[*self.offsets, offset], end=offset + elements
         )
 
+    def bytes(self, case: "Case") -> int:
+        """Return the bytes of the members, over all model shards."""
+        return sum(math.prod(case.specs[index].shape) for index in self.indices) * self.itemsize
+
     def fits(self, case: "Case") -> bool:
         return self.shards * self.devices * self.columns * self.itemsize <= case.analyzer.max_group_bytes
 
 
 def by_hand(case: "Case") -> list[ByHand]:
     """Return the groups of variables, with their offsets: variables join in the order of the input while they fit."""
-    latest: dict[tuple, int] = {}
-    groups: list[ByHand] = []
+    alike: dict[tuple, list[ByHand]] = {}
     for index, spec in enumerate(case.specs):
         # Frozen variables would need a group of a mebibyte, which no case has.
         if spec.dtype not in ITEMSIZE or not spec.trainable:
@@ -112,12 +118,23 @@ def by_hand(case: "Case") -> list[ByHand]:
         alone = ByHand(devices=case.mesh["batch"], shards=shards, itemsize=itemsize).with_(index, elements)
         if not alone.fits(case):
             continue
-        if key in latest and (longer := groups[latest[key]].with_(index, elements)).fits(case):
-            groups[latest[key]] = longer
+        groups = alike.setdefault(key, [])
+        if groups and (longer := groups[-1].with_(index, elements)).fits(case):
+            groups[-1] = longer
         else:
-            latest[key] = len(groups)
             groups.append(alone)
-    return [group for group in groups if len(group.indices) > 1]
+    least, found = case.analyzer.min_group_bytes, []
+    for (_, sharded), groups in alike.items():
+        joined: list[ByHand] = []
+        for group in groups:
+            if joined and (group.bytes(case) < least or joined[-1].bytes(case) < least):
+                for index in group.indices:
+                    elements = math.prod(case.specs[index].shape) // (case.mesh["model"] if sharded else 1)
+                    joined[-1] = joined[-1].with_(index, elements)
+            else:
+                joined.append(group)
+        found += [group for group in joined if len(group.indices) > 1 and group.bytes(case) >= least]
+    return sorted(found, key=lambda group: group.indices[0])
 
 
 def members(grouped) -> dict[int, list[VariableLayout]]:
@@ -233,6 +250,35 @@ def test_a_group_closes_before_its_buffer_exceeds_the_maximum():
     assert numbers(group(specs, max_group_bytes=2 * 384 - 1)) == [None] * 5
 
 
+def test_a_group_below_the_minimum_joins_the_group_before_it():
+    specs = [VariableSpec(path=f"v{i}", shape=(96,)) for i in range(6)]
+    sizes = {"max_group_bytes": 4 * 384}
+    assert numbers(group(specs, **sizes)) == [0, 0, 0, 0, 1, 1]
+    assert numbers(group(specs, **sizes, min_group_bytes=2 * 384)) == [0, 0, 0, 0, 1, 1]
+    joined = group(specs, **sizes, min_group_bytes=2 * 384 + 1)
+    assert numbers(joined) == [0] * 6
+    assert [place.offset for place in joined[0].flat.members] == [96 * i for i in range(6)]
+
+
+def test_a_last_variable_joins_a_group_that_the_maximum_has_closed():
+    specs = [VariableSpec(path=f"v{i}", shape=(96,)) for i in range(5)]
+    assert numbers(group(specs, max_group_bytes=4 * 384)) == [0, 0, 0, 0, None]
+    assert numbers(group(specs, max_group_bytes=4 * 384, min_group_bytes=385)) == [0] * 5
+
+
+def test_a_group_below_the_minimum_without_neighbour_is_not_made():
+    """Variables of another dtype are no neighbours."""
+    specs = [VariableSpec(path=f"v{i}", shape=(96,), dtype="float16" if i > 3 else "float32") for i in range(6)]
+    assert numbers(group(specs)) == [0, 0, 0, 0, 1, 1]
+    assert numbers(group(specs, min_group_bytes=2 * 192)) == [0, 0, 0, 0, 1, 1]
+    assert numbers(group(specs, min_group_bytes=2 * 192 + 1)) == [0, 0, 0, 0, None, None]
+
+
+def test_a_minimum_that_exceeds_the_maximum_is_refused():
+    with pytest.raises(tfshard.errors.StrategyError, match="must not exceed.*min_group_bytes=2, max_group_bytes=1"):
+        tfshard.ParameterAnalyzer(min_group_bytes=2, max_group_bytes=1)
+
+
 def test_the_maximum_counts_every_model_shard():
     specs = [VariableSpec(path=f"rows_{i}", shape=(96,)) for i in range(4)]
     grouped = group(specs, mesh={"batch": 2, "model": 3}, max_group_bytes=2 * 384)
@@ -270,19 +316,48 @@ def test_untrained_variables_are_grouped_at_stage_3_from_one_mebibyte_on():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"group_threshold_bytes": -1}, {"max_group_bytes": 2.0}, {"group_threshold_bytes": True}]
+    "sizes",
+    [{"group_threshold_bytes": -1}, {"max_group_bytes": 2.0}, {"group_threshold_bytes": True}, {"min_group_bytes": -1}],
 )
 def test_a_size_that_is_no_number_of_bytes_is_refused(sizes):
-    with pytest.raises(tfshard.errors.StrategyError, match=r"must be a number of bytes.*Received: (group|max)_.*="):
+    with pytest.raises(tfshard.errors.StrategyError, match=r"must be a number of bytes.*Received: (group|max|min)_.*="):
         tfshard.ParameterAnalyzer(**sizes)
 
 
-def test_presets_follow_the_rule_of_their_table():
+def test_presets_follow_the_rule_of_their_table_and_grow_with_the_speed_of_the_network():
     presets = tfshard.presets
     sizes = [
         (p.group_threshold_bytes, p.max_group_bytes)
         for p in (presets.INFINIBAND, presets.TEN_GBE, presets.ONE_GBE, presets.SLOW)
     ]
-    assert sizes == [(4 * MEBI, 64 * MEBI), (MEBI // 2, 8 * MEBI), (MEBI // 4, 4 * MEBI), (MEBI // 2, 8 * MEBI)]
+    assert sizes == [(4 * MEBI, 32 * MEBI), (MEBI // 2, 16 * MEBI), (MEBI // 4, 8 * MEBI), (MEBI // 2, 4 * MEBI)]
+    largest = [maximum for _, maximum in sizes]
+    assert largest == sorted(largest, reverse=True)
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) (\wiB) \| (\d+) MiB \|$", presets.__doc__, re.MULTILINE)
+    told = [(int(size) << {"KiB": 10, "MiB": 20}[unit], int(most) * MEBI) for _, size, unit, most in rows]
+    assert [name for name, *_ in rows] == ["INFINIBAND", "TEN_GBE", "ONE_GBE", "SLOW"] and told == sizes
     with pytest.raises(tfshard.errors.StrategyError, match="must be positive.*Received: latency=0"):
         presets.for_network(latency=0, bandwidth=1e9)
+
+
+def test_an_analyzer_is_made_from_the_file_of_a_measured_network(tmp_path):
+    fast, slow = Link(latency=1e-5, bandwidth=1e10), Link(latency=250e-6, bandwidth=125e6)
+    measured = Links.of(devices_per_host=2, inside=fast, between=slow)
+    measured.save(tmp_path / "network.json")
+    found = tfshard.ParameterAnalyzer.for_network(tmp_path / "network.json")
+    assert found == tfshard.ParameterAnalyzer.for_network(measured) == tfshard.presets.ONE_GBE
+    # Of one host, the link inside.
+    alone = tfshard.ParameterAnalyzer.for_network(Links.of(devices_per_host=2, inside=fast))
+    assert alone == tfshard.presets.for_network(latency=1e-5, bandwidth=1e10)
+    assert alone.max_group_bytes > found.max_group_bytes
+
+
+def test_a_network_that_is_none_is_refused(tmp_path):
+    (tmp_path / "other.json").write_text('{"loss": 1}')
+    (tmp_path / "text.json").write_text("loss")
+    for network in (tmp_path / "other.json", 3, None, {"across": {}}):
+        with pytest.raises(tfshard.errors.StrategyError, match="network must be .*--save=FILE.*Received: network="):
+            tfshard.ParameterAnalyzer.for_network(network)
+    for name in ("text.json", "missing.json"):
+        with pytest.raises(tfshard.errors.StrategyError, match="network cannot be read.*--save=FILE.*Received: "):
+            tfshard.ParameterAnalyzer.for_network(tmp_path / name)

@@ -18,6 +18,7 @@ Callers take names from here (`_private.flatten_layers`). The modules group them
     epochs, weight_files             Keras: the epochs of a fit; weight files
     distributions                    Keras: the backend of `keras.distribution`
     saving                           both: which process writes checkpoints and models
+    hub                              KerasHub: the export to transformers
     weak                             neither: weak collections that compare users' objects by identity
 """
 
@@ -85,6 +86,7 @@ from tfshard._private.functions import (
     check_inputs,
     converted_by_autograph,
     ctc_with_unique_names,
+    function_count,
     function_locks_released,
     give_unique_names,
     give_unique_names_after,
@@ -133,6 +135,7 @@ from tfshard._private.graphs import (
     with_gradient,
     with_gradient_to,
 )
+from tfshard._private.hub import hub_weights_maps, replaced_weights_map
 from tfshard._private.instance_keys import instance_keys
 from tfshard._private.iterators import iterator_state, restore_iterator, stateful_operations
 from tfshard._private.losses import (
@@ -177,6 +180,7 @@ from tfshard._private.models import (
     set_metric_function,
     structure,
     symbolic_build,
+    symbolic_calls_undone,
     traced_models,
     unpickle_model,
     when_model_is_made,
@@ -185,6 +189,7 @@ from tfshard._private.native_log import quiet_native_log, without_native_errors
 from tfshard._private.op_rewriting import (
     ALL_RANDOM_OPS,
     Call,
+    is_small_constant,
     recorded_outputs,
     rewritten_operations,
     same_operation,
@@ -225,10 +230,13 @@ from tfshard._private.weight_files import (
     find_weights,
     open_weights_file,
     read_as_written,
+    read_sharded_weights,
+    read_weights,
     read_weights_file,
     visit_weights,
     weight_dtype,
     write_keras_file,
+    write_sharded_weights,
     write_weights_file,
 )
 from tfshard._private.xla import annotated_call, call_stablehlo, run_always, stablehlo, traced_apart
@@ -295,6 +303,7 @@ __all__ = [
     "flatten_layers",
     "func_graph",
     "function_graph",
+    "function_count",
     "function_locks_released",
     "function_of_flow",
     "functional_init_arguments",
@@ -311,6 +320,7 @@ __all__ = [
     "in_stateless_scope",
     "in_this_thread",
     "in_symbolic_scope",
+    "hub_weights_maps",
     "initializer_of",
     "input_signature",
     "instance_keys",
@@ -320,6 +330,7 @@ __all__ = [
     "is_of_arrays",
     "is_resource_variable",
     "is_seed_state",
+    "is_small_constant",
     "is_stateful",
     "keep_gradients_with_graphs",
     "iterator_state",
@@ -360,6 +371,8 @@ __all__ = [
     "random_seed_is_set",
     "read_as_written",
     "read_trace",
+    "read_sharded_weights",
+    "read_weights",
     "read_weights_file",
     "record_outside_access",
     "record_variable_access",
@@ -368,6 +381,7 @@ __all__ = [
     "register_same_name",
     "remat_mode",
     "replaced_lookup_table",
+    "replaced_weights_map",
     "resource_name",
     "resource_without_value",
     "restore_iterator",
@@ -397,6 +411,7 @@ __all__ = [
     "could_record",
     "structure",
     "symbolic_build",
+    "symbolic_calls_undone",
     "traced_arguments",
     "traced_models",
     "track_loss",
@@ -415,6 +430,7 @@ __all__ = [
     "devices_are_listed",
     "write_checkpoints_in",
     "write_keras_file",
+    "write_sharded_weights",
     "write_models_in",
     "write_weights_file",
     "around_new_variables",

@@ -150,6 +150,23 @@ def layer_uses(layer: keras.layers.Layer) -> list[Any]:
     return list(getattr(layer, "_inbound_nodes", []))
 
 
+@contextlib.contextmanager
+def symbolic_calls_undone(model: keras.Model) -> Iterator[None]:
+    """Forget the symbolic calls of a model's layers that are made inside the context (`Operation._inbound_nodes`,
+    `Operation._outbound_nodes`). The layers' `output` and `input` stay those of the model."""
+    operations = {id(each): each for each in flatten_layers(model)}
+    for each in [*operations.values()]:
+        for operation in getattr(each, "operations", ()):
+            operations[id(operation)] = operation
+    before = [(each, len(each._inbound_nodes), len(each._outbound_nodes)) for each in operations.values()]
+    try:
+        yield
+    finally:
+        for each, inbound, outbound in before:
+            del each._inbound_nodes[inbound:]
+            del each._outbound_nodes[outbound:]
+
+
 def is_convolution(layer: keras.layers.Layer) -> bool:
     """Return whether a layer is a convolution (`BaseConv` and related classes)."""
     return isinstance(layer, (BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv))

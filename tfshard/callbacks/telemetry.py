@@ -16,7 +16,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -84,8 +84,13 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
         tokens_per_sample: The number of tokens in a sample, 0 for none. Default: the second dimension of the largest
             2-D integer input.
 
+        metrics: Further measurements by names of your own: a function that takes the logs of the epoch and returns a
+            number, or None for values that `record` gets. In a launched run, every client measures, and the clients'
+            mean is reported. Clients whose value is NaN do not count.
+
     Raises:
-        TelemetryError: An argument is wrong. In `fit`: the CSV file has other columns.
+        TelemetryError: An argument is wrong. In `fit`: the CSV file has other columns, a function returns no number, or
+            clients have different metrics.
 
     Example:
 
@@ -99,6 +104,18 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
     True
     >>> history["collective_bytes"], history["restarts"]  # A gather and a reduction of 36 numbers, padded to 48.
     ([...], [0])
+
+    Measurements of your own:
+
+    >>> telemetry = tfshard.callbacks.Telemetry(
+    ...     metrics={"root_loss": lambda logs: logs["loss"] ** 0.5, "queue": None}, profile_every=None
+    ... )
+    >>> fill = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: telemetry.record("queue", batch))
+    >>> history = model.fit(
+    ...     np.ones((64, 8)), np.ones((64, 4)), batch_size=8, verbose=0, callbacks=[fill, telemetry]
+    ... ).history
+    >>> history["queue"], history["root_loss"][0] == history["loss"][0] ** 0.5
+    ([3.5], True)
     """
 
     # Keras may call the batch-end hook asynchronously, because the hook only notes the number of the batch.
@@ -111,6 +128,7 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
         *,
         profile_every: int | None = 500,
         tokens_per_sample: int | None = None,
+        metrics: Mapping[str, Callable[[dict[str, Any]], float] | None] | None = None,
     ):
         super().__init__()
         for name, value, least in (("profile_every", profile_every, 1), ("tokens_per_sample", tokens_per_sample, 0)):
@@ -121,22 +139,47 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
         for name, path in (("csv", csv), ("log_dir", log_dir)):
             if path is not None and not isinstance(path, (str, os.PathLike)):
                 raise TelemetryError(f"{name} must be a path, or None. Received: {name}={path!r}")
+        self.metrics = _checked_metrics(metrics)
+        # The values that `record` got in this epoch.
+        self._recorded: dict[str, list[float]] = {}
         self.csv = csv
         self.log_dir = log_dir
         self.profile_every = profile_every
         self.tokens_per_sample = tokens_per_sample
         self._run: _MeasuredFit | None = None
 
+    def record(self, name: str, value: float) -> None:
+        """Add a value to a metric of the current epoch. The epoch reports the mean of the values.
+
+        Args:
+            name: A name of `metrics` without a function.
+            value: A number.
+
+        Raises:
+            TelemetryError: `metrics` has no such name, or a function for the name; or the value is no number.
+        """
+        if name not in self.metrics or self.metrics[name] is not None:
+            names = [each for each, function in self.metrics.items() if function is None]
+            raise TelemetryError(
+                f"record takes a name that Telemetry(metrics={{name: None}}) declares. Declared: {names}. Received: "
+                f"name={name!r}"
+            )
+        self._recorded.setdefault(name, []).append(_number(name, value))
+
     # --- what Keras calls -----------------------------------------------------------------------------
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         sinks: list[CsvFile | Board] = []
+        names = {"metrics": ", ".join(self.metrics)}
+        hint = "Give Telemetry the same metrics on all clients."
+        clients.here().agree("the metrics of Telemetry", names, error=TelemetryError, hint=hint)
         if clients.here().rank == 0:
-            sinks += [CsvFile(self.csv, NAMES)] if self.csv is not None else []
+            sinks += [CsvFile(self.csv, [*NAMES, *self.metrics])] if self.csv is not None else []
             sinks += [Board(self.log_dir)] if self.log_dir is not None else []
         self._run = _MeasuredFit(self.model, self.profile_every, self.tokens_per_sample, sinks)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._recorded.clear()
         if self._run is not None:
             self._run.begin_epoch()
 
@@ -156,10 +199,28 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
         assert self._run is not None
         self._run.end_training()
         values = self._run.measures()
+        values |= _mean_of_clients(self._own_values({**(logs or {}), **values}))
         for sink in self._run.sinks:
             sink.write(epoch, values)
         if logs is not None:
             logs.update(values)
+
+    def _own_values(self, logs: dict[str, Any]) -> dict[str, float]:
+        """Return this client's values of the user's metrics for an epoch."""
+        taken = [name for name in self.metrics if name in logs]
+        if taken:
+            raise TelemetryError(
+                f"A metric of the model is also called {taken[0]!r}. Give the metric of Telemetry another name. "
+                f"Received: metrics={list(self.metrics)}"
+            )
+        found = {}
+        for name, function in self.metrics.items():
+            recorded = self._recorded.get(name)
+            if function is not None:
+                found[name] = _number(name, function(logs))
+            else:
+                found[name] = math.nan if recorded is None else float(np.mean(recorded))
+        return found
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._run = None
@@ -388,6 +449,46 @@ class _MeasuredFit:
             device_bytes=strategy.report(model).bytes_per_device(),
             flops_per_sample=flops / _samples(self._inputs),
         )
+
+
+def _checked_metrics(metrics: Any) -> dict[str, Callable[[dict[str, Any]], float] | None]:
+    """Return a user's metrics, checked."""
+    if metrics is None:
+        return {}
+    is_valid = isinstance(metrics, Mapping) and all(
+        isinstance(name, str) and name and (function is None or callable(function))
+        for name, function in metrics.items()
+    )
+    if not is_valid:
+        raise TelemetryError(
+            "metrics must map names to functions of an epoch's logs, or to None for values that record() gets. "
+            f"Received: metrics={metrics!r}"
+        )
+    taken = [name for name in metrics if name in (*NAMES, "epoch", "time", "loss") or name.startswith("val_")]
+    if taken:
+        raise TelemetryError(
+            f"Telemetry or Keras report {taken[0]!r} themselves. Choose other names. Received: metrics={list(metrics)}"
+        )
+    return dict(metrics)
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a value of a metric as a float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TelemetryError(f"Metric {name!r} of Telemetry must be a number. Received: {value!r}") from error
+
+
+def _mean_of_clients(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean of each value over the clients that know the value; NaN if no client does."""
+    if not values:
+        return {}
+    mine = np.array([*values.values()], np.float64)
+    known = ~np.isnan(mine)
+    totals, counts = collectives.all_reduce(np.stack([np.where(known, mine, 0.0), known.astype(np.float64)]))
+    means = [total / count if count else math.nan for total, count in zip(totals, counts, strict=True)]
+    return dict(zip(values, map(float, means), strict=True))
 
 
 def _local_devices(strategy: ShardedStrategy) -> list[str]:

@@ -13,6 +13,7 @@ decides the layouts of a model, once.
     slot_dtypes        the dtype in which the optimizer slots of each variable are stored
     groups             which small variables share a buffer
     placement          `ModelPlacement`: the layout of each variable of a model, and of each slot
+    network_sizes      the sizes of groups for a network
     parameter_analyzer `ParameterAnalyzer`: the policy of groups that users choose
     planner            the seam: the one module of the runtime that calls `tfshard.planning`, late
     boxes              the local shards of a device, as boxes of the variables' shapes

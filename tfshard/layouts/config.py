@@ -86,13 +86,16 @@ class GroupPolicy:
     Args:
         group_threshold_bytes: Variables of fewer bytes are grouped. 0: no groups.
         max_group_bytes: The largest size of a group's buffer, with padding and over all model shards.
+        min_group_bytes: A group whose variables have fewer bytes joins the group before it, which may then exceed the
+            maximum. If no other group has the same kind of variables, the variables stand alone. 0: groups of any size.
 
     Raises:
-        StrategyError: A size that is not an integer or is negative.
+        StrategyError: A size that is not an integer or is negative, or a minimum that exceeds the maximum.
     """
 
     group_threshold_bytes: int = 1 << 20
     max_group_bytes: int = 25 << 20
+    min_group_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -101,6 +104,11 @@ class GroupPolicy:
                 raise StrategyError(
                     f"{field.name} must be a number of bytes: an integer, 0 or larger. Received: {field.name}={size!r}"
                 )
+        if self.min_group_bytes > self.max_group_bytes:
+            raise StrategyError(
+                "min_group_bytes must not exceed max_group_bytes: no group could be made. Received: "
+                f"min_group_bytes={self.min_group_bytes}, max_group_bytes={self.max_group_bytes}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

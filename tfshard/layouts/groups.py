@@ -20,7 +20,8 @@ def group(
 
     Trained variables are grouped at every stage, scalars included. Untrained variables are grouped only if parameters
     are stored sharded and the group has at least `variable_layout.REPLICATED_BELOW_BYTES`. Only floating-point dtypes
-    and one-byte integers (the dtypes of quantized kernels) are grouped. A group has at least two members.
+    and one-byte integers (the dtypes of quantized kernels) are grouped. A group has at least two members, and its
+    variables at least `policy.min_group_bytes`.
 
     Args:
         policy: The sizes of variables and groups.
@@ -35,7 +36,7 @@ def group(
     # A small untrained variable is stored in full at every stage. A variable of a kind is sharded at every stage.
     shard_params = any(layout.store_sharded for layout in planned if layout.kind is None)
     open_groups: dict[Hashable, _OpenGroup] = {}
-    groups: list[_OpenGroup] = []
+    groups: dict[Hashable, list[_OpenGroup]] = {}
     for index, layout in enumerate(planned):
         if not may_group(policy, layout, shard_params=shard_params):
             continue
@@ -48,9 +49,11 @@ def group(
             continue
         if key not in open_groups or not open_groups[key].add(index, layout, policy.max_group_bytes):
             open_groups[key] = alone
-            groups.append(alone)
+            groups.setdefault(key, []).append(alone)
     result = list(planned)
-    kept = [each for each in groups if each.worth_it(planned)]
+    joined = [each for alike in groups.values() for each in _joined(policy, alike, planned)]
+    kept = [each for each in joined if each.worth_it(planned) and each.bytes(planned) >= policy.min_group_bytes]
+    kept.sort(key=lambda each: each.indices[0])
     for number, each in enumerate(kept):
         form = FlatForm(members=tuple(each.members), mesh_shape=mesh_axes, word=each.word)
         for member, index in enumerate(each.indices):
@@ -88,6 +91,20 @@ def may_group(policy: GroupPolicy, layout: VariableLayout, *, shard_params: bool
     )
 
 
+def _joined(
+    policy: GroupPolicy, groups: "Sequence[_OpenGroup]", planned: Sequence[VariableLayout]
+) -> "list[_OpenGroup]":
+    """Return groups of one kind after small groups have joined the group before them."""
+    result: list[_OpenGroup] = []
+    for each in groups:
+        if result and min(each.bytes(planned), result[-1].bytes(planned)) < policy.min_group_bytes:
+            for index in each.indices:
+                result[-1].add(index, planned[index], None)
+        else:
+            result.append(each)
+    return result
+
+
 class _OpenGroup:
     """A group that is being filled. `add` takes constant time."""
 
@@ -98,24 +115,26 @@ class _OpenGroup:
         self.members: list[FlatMember] = []
         self.word = 1
 
-    def add(self, index: int, layout: VariableLayout, max_bytes: int) -> bool:
-        """Add a variable and return True, unless the buffer would exceed `max_bytes`."""
+    def add(self, index: int, layout: VariableLayout, max_bytes: int | None) -> bool:
+        """Add a variable and return True, unless the buffer would exceed `max_bytes`, if it is given."""
         itemsize = variable_layout.itemsize(layout.spec.dtype)
         member = FlatMember.after(self.members, layout.spec.shape, layout.compute, self.mesh_shape, itemsize)
         shards = math.prod(self.mesh_shape[axis] for axis in layout.compute if axis is not None)
         word = variable_layout.word_elements(itemsize)
         columns = -(-member.end // (self.rows * word)) * word
-        if shards * self.rows * columns * itemsize > max_bytes:
+        if max_bytes is not None and shards * self.rows * columns * itemsize > max_bytes:
             return False
         self.indices.append(index)
         self.members.append(member)
         self.word = word
         return True
 
+    def bytes(self, planned: Sequence[VariableLayout]) -> int:
+        """Return the bytes of the group's variables, without padding."""
+        return sum(variable_layout.spec_bytes(planned[index].spec) for index in self.indices)
+
     def worth_it(self, planned: Sequence[VariableLayout]) -> bool:
         if len(self.members) < 2:
             return False
-        specs = [planned[index].spec for index in self.indices]
-        if specs[0].trainable:
-            return True
-        return sum(map(variable_layout.spec_bytes, specs)) >= variable_layout.REPLICATED_BELOW_BYTES
+        is_trained = planned[self.indices[0]].spec.trainable
+        return is_trained or self.bytes(planned) >= variable_layout.REPLICATED_BELOW_BYTES

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfshard.layouts import planner
+from tfshard.layouts import network_sizes, planner
 from tfshard.layouts.config import GroupPolicy
 from tfshard.layouts.layout_map import VariableSpec
 
@@ -26,9 +26,11 @@ class ParameterAnalyzer(GroupPolicy):
     Args:
         group_threshold_bytes: Variables of fewer bytes are grouped. 0: none.
         max_group_bytes: A group is closed before its buffer, padding included and over all model shards, exceeds it.
+        min_group_bytes: A group whose variables have fewer bytes joins the group before it, which may then exceed the
+            maximum. If no other group has the same kind of variables, the variables stand alone. 0: groups of any size.
 
     Raises:
-        StrategyError: A size that is not an integer or is negative.
+        StrategyError: A size that is not an integer or is negative, or a minimum that exceeds the maximum.
 
     Example:
 
@@ -43,6 +45,28 @@ class ParameterAnalyzer(GroupPolicy):
     >>> [member.path for member in plan.groups[0].members], plan.groups[0].storage_shape
     (['up/bias', 'down/bias'], (4, 259))
     """
+
+    @classmethod
+    def for_network(cls, network: Any) -> "ParameterAnalyzer":
+        """Return the analyzer for a measured network, by the rules of `tfshard.presets`.
+
+        The all-gather over all devices decides: between the hosts if the file has several, else within the host.
+
+        Args:
+            network: The path of a file that `tfshard profile-network --save=FILE` wrote, or `tfshard.planning.Links`.
+
+        Raises:
+            StrategyError: The file cannot be read, or holds something else.
+
+        Example:
+
+        >>> import tfshard
+        >>> from tfshard.planning import Link, Links
+        >>> fast, slow = Link(latency=1e-5, bandwidth=1e10), Link(latency=13e-3, bandwidth=12.2e6)
+        >>> tfshard.ParameterAnalyzer.for_network(Links.of(devices_per_host=4, inside=fast, between=slow))
+        ParameterAnalyzer(group_threshold_bytes=524288, max_group_bytes=4194304, min_group_bytes=0)
+        """
+        return cls(**network_sizes.sizes_for(*network_sizes.link_of(network)))
 
     def analyze(
         self,

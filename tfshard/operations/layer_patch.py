@@ -160,7 +160,7 @@ RECORDED_LOSS = Change(
     module="step_recording",
 )
 RECORDED_GRADIENTS = Change(
-    of="optimizers, while `verify` traces a step",
+    of="optimizers, while `verify` or `check_consistency` traces a step",
     attribute="apply",
     why="records the gradients, and passes the gradients of the sharded step to the optimizer on one device",
     module="step_recording",

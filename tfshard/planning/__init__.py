@@ -17,6 +17,7 @@ Read `sharding_plan` first: it defines the contents of a plan.
     links                 the speed of links between devices, and the time of collectives over them
     overlap               how much of a step's sending time its computation hides
     machine               the speed of devices: measured, or described
+    pipelined_steps       the extension point for predictions of pipelines
     known_machines        the described machine that is most like the devices of this process
     step_times            how long a step takes on a machine
     advice                which mesh and stage fit in memory

@@ -14,7 +14,7 @@ from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts import gradient_reduction, variable_layout
-from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
+from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, PIPELINE_AXIS, REPLICA_AXIS, MeshAxes
 from tfshard.layouts.config import Microbatches, Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
@@ -22,7 +22,7 @@ from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.operations import blocks
-from tfshard.planning import linter, statistics_traffic, step_graph, variable_traffic
+from tfshard.planning import linter, pipelined_steps, statistics_traffic, step_graph, variable_traffic
 from tfshard.planning.analyzer import without_peak
 from tfshard.planning.links import Links, LinksLike
 from tfshard.planning.machine import Machine, MachineLike
@@ -35,6 +35,9 @@ from tfshard.planning.step_times import TracedStep, updated_bytes_of
 # sums. The comparison assumes that computing hid the share `_HIDDEN` of the link's saved time anyhow. Compression loses
 # precision, and encoding takes time to compute.
 _CLEARLY, _HIDDEN = 0.9, 0.5
+# With a machine, steps that take at most so many times the time of the fastest count as alike: predictions are off by
+# as much (docs/simulating.md).
+_ALIKE = 1.06
 AUTO = "auto"
 _INDIVISIBLE = "its batch axis does not divide the batch"
 
@@ -55,6 +58,7 @@ class Candidate(Peak):
         compression: The compression of gradients; None for exact sums.
         encode_seconds: The time in which a device encodes and decodes the gradients of a step; None without links.
         step_seconds: The time of a step; None without a machine, or with a compression.
+        bubble: On a mesh with a pipeline axis, the share of time in which pipeline ranks wait; else None.
     """
 
     mesh_shape: dict[str, int]
@@ -67,6 +71,35 @@ class Candidate(Peak):
     compression: Any = None
     encode_seconds: float | None = None
     step_seconds: float | None = None
+    bubble: float | None = None
+
+    @property
+    def code(self) -> str:
+        """Python lines that compile `model` like this, with `optimizer`, `loss` and, with a model axis, `layout_map`.
+
+        >>> import tfshard
+        >>> from tfshard.layouts import VariableSpec
+        >>> advice = tfshard.advise([VariableSpec(path="a/kernel", shape=(64, 64))], 4, "1GiB", batch=32)
+        >>> print(advice.recommended.code)
+        strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
+        model.compile(optimizer, loss, strategy=strategy)
+        """
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
+        options = f", zero_stage={self.zero_stage}"
+        is_pipelined = PIPELINE_AXIS in self.mesh_shape
+        options += f", microbatches={self.microbatches}" if self.microbatches > 1 and not is_pipelined else ""
+        options += ", layout_map=layout_map" if MODEL_AXIS in self.mesh_shape else ""
+        # A PowerSGD prints its fields.
+        prefix = "" if self.compression is None or isinstance(self.compression, str) else "tfshard."
+        options += "" if self.compression is None else f", compression={prefix}{self.compression!r}"
+        lines = [
+            f"strategy = tfshard.ShardedStrategy(tfshard.create_mesh({axes}){options})",
+            "model.compile(optimizer, loss, strategy=strategy)",
+        ]
+        if is_pipelined:
+            ranks = self.mesh_shape[PIPELINE_AXIS]
+            lines.insert(0, f"model = tfshard.pipeline(model, stages={ranks}, microbatches={self.microbatches})")
+        return "\n".join(lines + ["strategy.recompute(model)"] * self.recompute)
 
     @property
     def seconds(self) -> float:
@@ -137,6 +170,7 @@ class Advice:
             needed = f"too large: needs {tables.short_size(each.needed_bytes)} with room to spare"
             verdict = each.problem or ("fits" if each.fits else needed)
             verdict += ", with recompute" if each.recompute else ""
+            verdict += "" if each.bubble is None else f", ranks wait {each.bubble:.0%}"
             verdict += f", microbatches={each.microbatches}" if each.microbatches > 1 else ""
             verdict += "" if each.compression is None else f", {each.compression}"
             table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
@@ -161,6 +195,7 @@ def advise(
     links: LinksLike | None = None,
     compression: Any = None,
     machine: MachineLike | None = None,
+    pipelines: bool = True,
 ) -> Advice:
     """Recommend a mesh and a ZeRO stage for a model, or say how many bytes are missing.
 
@@ -175,9 +210,14 @@ def advise(
     meshes, `create_mesh(replica=2, batch=4)`: a replica is a host, or some hosts.
 
     With `machine` (measured by `tfshard calibrate`, or described in a file), `advise` prefers the fitting mesh and
-    stage with the shortest steps. A step is the computation, repeated computation included, and the part of the
-    collectives that the computation does not hide (docs/simulating.md). `links` replaces the links of the machine.
-    If nothing fits otherwise, `advise` then considers blocks computed again at every stage, and microbatches.
+    stage with the shortest steps, or the first in the order above whose steps are at most 6% longer. A step is the
+    computation, repeated computation included, and the part of the collectives that the computation does not hide
+    (docs/simulating.md). `links` replaces the links of the machine. If nothing fits otherwise, `advise` then considers
+    blocks computed again at every stage, and microbatches.
+
+    `advise` also considers pipelines (`create_mesh(pipeline=2, batch=2)`, `tfshard.pipeline`) if the model can be cut:
+    with `machine` in any case, else only if nothing else fits. Their steps include the time in which pipeline ranks
+    wait. `Candidate.code` has the lines that compile a model like a candidate.
 
     With `compression` and links, `advise` also considers each mesh and stage with the compression, and proposes it if
     it clearly pays: if collectives and encoding take at most nine tenths of the time of exact collectives, even if
@@ -207,6 +247,7 @@ def advise(
         links: `tfshard.planning.Links`, or the path of their file.
         compression: As for `tfshard.ShardedStrategy`, or `"auto"` for `"bfloat16"` and `"int8"`.
         machine: A `tfshard.planning.Machine`, or the path of its file. It needs a `keras.Model` with known `inputs`.
+        pipelines: False to leave out meshes with a pipeline axis.
 
     Returns:
         The `Advice`.
@@ -302,13 +343,31 @@ def advise(
                 ),
                 max(batch // MeshAxes.of(each).data_size for each in meshes),
             )
+    pipelined = []
+    if pipelines and (on is not None or not any(each.fits for each in candidates)):
+        pipelined = step.pipelines(devices, batch, memory_per_device, has_blocks=has_blocks)
     if on is not None:
-        candidates.sort(key=lambda each: math.inf if each.step_seconds is None else each.step_seconds)
+        candidates = _by_step(candidates + pipelined)
     elif known is not None:
         # Candidates with unknown times come last.
         exact = {_where(each): each for each in candidates if each.compression is None}
         candidates.sort(key=lambda each: (each.recompute, _preferred_by(each, exact[_where(each)])))
+    if on is None:
+        candidates += pipelined  # The bubble is not in the time of collectives, so that pipelines come last.
     return _choose(candidates, activation_bytes is None and inputs is None, has_model_axis)
+
+
+def _by_step(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Sort candidates by the time of a step. Those that fit and are about as fast as the fastest come first, and keep
+    their order: the lowest stage with all devices on the batch axis before others."""
+    fitting = [each.step_seconds for each in candidates if each.fits and each.step_seconds is not None]
+    limit = _ALIKE * min(fitting, default=0.0)
+
+    def place(candidate: Candidate) -> float:
+        seconds = math.inf if candidate.step_seconds is None else candidate.step_seconds
+        return 0.0 if candidate.fits and seconds <= limit else seconds
+
+    return sorted(candidates, key=place)
 
 
 def _in_microbatches(measure: Callable[[int], list[Candidate]], most: int) -> list[Candidate]:
@@ -469,6 +528,50 @@ class _AdvisedStep:
         )
         return self._timed(dataclasses.replace(empty, **dataclasses.asdict(peak)), placement, graph)
 
+    def pipelines(self, devices: int, batch: int, memory_per_device: int, *, has_blocks: bool) -> list[Candidate]:
+        """Return the candidates with a pipeline axis, the shortest axis first, if the model can be cut."""
+        if not isinstance(self.model, keras.Model) or self.inputs is None:
+            return []
+        found = []
+        ways: list[tuple[ZeroStage, str | None]] = [(ZeroStage.SLOTS, None), (ZeroStage.PARAMETERS, None)]
+        ways += [(ZeroStage.PARAMETERS, blocks.AUTO)] * has_blocks
+        for ranks, (stage, recompute) in itertools.product(pipelined_steps.sizes(devices), ways):
+            data_size = devices // ranks
+            count = pipelined_steps.microbatches_of(ranks, data_size, batch)
+            if count is None:
+                continue
+            predicted = pipelined_steps.predict(
+                pipelined_steps.PipelineQuestion(
+                    model=self.model,
+                    ranks=ranks,
+                    data_size=data_size,
+                    microbatches=count,
+                    config=dataclasses.replace(self.config, zero_stage=stage),
+                    inputs=self.inputs,
+                    optimizer=self.optimizer,
+                    recompute=recompute,
+                    links=self.links,
+                    machine=self.machine,
+                )
+            )
+            if predicted is None:
+                continue
+            found.append(
+                Candidate(
+                    mesh_shape={PIPELINE_AXIS: ranks, BATCH_AXIS: data_size},
+                    zero_stage=stage,
+                    recompute=recompute is not None,
+                    memory_per_device=memory_per_device,
+                    microbatches=count,
+                    bubble=predicted.bubble,
+                    step_seconds=predicted.seconds,
+                    collective_seconds=predicted.collective_seconds,
+                    encode_seconds=None if predicted.collective_seconds is None else 0.0,
+                    **dataclasses.asdict(predicted.peak),
+                )
+            )
+        return found
+
     def measure_split(
         self,
         meshes: Sequence[Mapping[str, int]],
@@ -573,7 +676,13 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
         why = "It is the first configuration that fits"
         if chosen.step_seconds is not None:
             milliseconds = tables.milliseconds(chosen.step_seconds)
+            fastest = min(each.step_seconds for each in possible if each.fits and each.step_seconds is not None)
             why = f"Of the configurations that fit, it has the fastest steps, {milliseconds} ms"
+            if chosen.step_seconds > fastest:
+                why = (
+                    f"Its steps take {milliseconds} ms, about as long as the fastest of the configurations that fit, "
+                    f"{tables.milliseconds(fastest)} ms, and it is the first of those"
+                )
         elif chosen.collective_seconds is not None:
             why = "Of the configurations that fit, it has the fastest collectives"
         reasons = [
@@ -671,7 +780,8 @@ def _text(candidate: Candidate) -> str:
     again = " with strategy.recompute(model)" if candidate.recompute else ""
     again += f" with microbatches={candidate.microbatches}" if candidate.microbatches > 1 else ""
     option = "" if candidate.compression is None else f" with compression={candidate.compression!r}"
-    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}"
+    waits = "" if candidate.bubble is None else f", in which ranks wait {candidate.bubble:.0%} of the time"
+    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}{waits}"
 
 
 def _mesh_text(mesh_shape: Mapping[str, int]) -> str:

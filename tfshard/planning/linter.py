@@ -322,9 +322,10 @@ def _tied(model: keras.Model, pattern: str) -> tuple[str, str] | None:
     """Return the name that a pattern gives a shared weight, and the weight's path. None if the pattern matches no other
     name."""
     for layer in _private.flatten_layers(model):
+        path = layer.path or layer.name  # Keras gives no path to layers that build nothing, such as Dropout.
         for variable in _private.layer_variables(layer):
-            alias = f"{layer.path}/{variable.path.rpartition('/')[2]}"
-            if alias != variable.path and (re.fullmatch(pattern, alias) or re.fullmatch(pattern, layer.path)):
+            alias = f"{path}/{variable.path.rpartition('/')[2]}"
+            if alias != variable.path and (re.fullmatch(pattern, alias) or re.fullmatch(pattern, path)):
                 return alias, variable.path
     return None
 

@@ -11,8 +11,10 @@ Start with `models`, which defines `compile(strategy=...)`. Then read `strategy`
     strategy_base `StrategyBase`: the settings of a strategy on a mesh, and its models
     attached_model  `AttachedModel`: a model with variables that a strategy shards
     attached_variables  variables of optimizers and metrics
+    decisions     logs what was decided for a model
     distributions  `keras.distribution`: the strategy of a Keras distribution
     births        models that are built under `strategy.scope()`
+    gradient_copies  checks that devices computed the same gradients
     hooks         the methods that tf.distribute and Keras call on a strategy
     microbatches  a training step that takes its batch in microbatches
     readiness     checks on the process and on the arguments of a step

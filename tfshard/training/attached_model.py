@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -35,9 +35,12 @@ from tfshard.operations import (
 )
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
-from tfshard.training import reduction_state, reshard
+from tfshard.training import decisions, reduction_state, reshard
 from tfshard.training.attached_variables import attach_global_seed, attach_optimizer, attach_variables
 from tfshard.training.strategy_base import StrategyBase
+
+# Functions that patch a model whose variables have their final layouts (checkpoints).
+model_patchers: list[Callable[[keras.Model], object]] = []
 
 # The storage of each variable of a model and its optimizers, by the id of the variable.
 Storages = dict[int, Storage | None]
@@ -84,6 +87,8 @@ class AttachedModel:
         self.warns_of_blocks = True
         # The structure of the model when `refresh` last ran.
         self._refreshed: tuple[object, ...] | None = None
+        # True once the decisions since the last `compile` are logged.
+        self._is_told = False
 
     @property
     def model(self) -> keras.Model:
@@ -222,6 +227,9 @@ class AttachedModel:
             model.built = True  # Keras builds a model by calling it, and this model has no `call`.
         if model.built:
             self.group_variables()
+            if not self._is_told and model.compiled:
+                self._is_told = True
+                decisions.tell(model, strategy, self.placement())
 
     def refresh(self) -> None:
         """Check the model before a step, and attach what it got since: variables, optimizers, metrics.
@@ -264,8 +272,9 @@ class AttachedModel:
             self.compiled_again()
 
     def compiled_again(self) -> None:
-        """Have the next `refresh` look at the model again."""
+        """Have the next `refresh` look at the model again, and log what is decided for it."""
         self._refreshed = None
+        self._is_told = False
 
     def move_from_other(self) -> None:
         """Reshard a model of another strategy. It belongs to this strategy then. Does nothing for other models.
@@ -312,6 +321,8 @@ class AttachedModel:
     def move_waiting(self) -> None:
         """Give variables that have no buffer yet their final layouts, without making the buffers."""
         reshard.materialize(self._layouts(), self.strategy.mesh, waiting=True)
+        for patch in model_patchers:
+            patch(self.model)
 
     def group_variables(self) -> None:
         """Move the variables of a built model, and their slots, to the layouts of the placement, groups included.
@@ -350,6 +361,8 @@ class AttachedModel:
             compiled_blocks.install(model, mesh, warns=self.warns_of_blocks)
         else:
             layer_patch.undo(model, [layer_patch.COMPILED])
+        for patch in model_patchers:
+            patch(model)
         for optimizer in inventory.model_optimizers(model):
             compiled_updates.choose(optimizer, is_compiled=self.compiles_blocks)
         for layer in _private.flatten_layers(model):

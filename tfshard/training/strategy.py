@@ -47,7 +47,7 @@ from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats, check_is_measurable
 from tfshard.operations import blocks as blocks_of_layers
 from tfshard.storage import steps
-from tfshard.training import attached_model, births, datasets, failures, readiness
+from tfshard.training import attached_model, births, datasets, decisions, failures, gradient_copies, readiness
 from tfshard.training.attached_variables import attach_global_seed
 from tfshard.training.hooks import ShardedExtended
 from tfshard.training.strategy_base import StrategyBase
@@ -487,6 +487,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         found = blocks_of_layers.install(model, blocks, keep_products)
         self.functions.clear()
         model.train_function = None
+        decisions.tell_recomputed(model, found)
         return found
 
     @process_lock.locked
@@ -537,15 +538,38 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         return SyncStats.from_model(model)
 
     @process_lock.locked
-    def check_consistency(self, model: keras.Model) -> None:
+    def check_consistency(self, model: keras.Model, batch: Any = None) -> None:
         """Check that devices with the same local shard of a variable hold the same bits.
+
+        With a batch, also compute the gradients of one training step, and check that devices with the same local shard
+        of a gradient computed the same values. Values may differ by rounding: by 1e-5 of the largest number of their
+        gradient, in half precision by 2e-2. The step updates nothing: weights, slots, statistics, seeds and metrics
+        keep their values. Gradients of embedding tables (`tables=`) are left out. In a launched run, all clients must
+        call this method.
+
+        Args:
+            model: A built model of this strategy.
+            batch: None, or an element of a dataset: `(x, y)`, `(x, y, sample_weight)`, or another argument of the
+                model's `train_step`; the full batch. The model must be compiled.
 
         Raises:
             ConsistencyError: Devices differ. Names the first variable that differs, and the devices.
-            StrategyError: The model is not built, or has no variable on the mesh.
+            StrategyError: The model is not built, or has no variable on the mesh. With a batch: the model is not
+                compiled or is in a pipeline, or the batch lacks targets.
+
+        Example:
+
+        >>> import keras, numpy as np, tfshard
+        >>> _ = tfshard.initialize(num_devices=4, device_type="CPU")
+        >>> model = tfshard.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        >>> strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
+        >>> model.compile("sgd", "mse", strategy=strategy)
+        >>> strategy.check_consistency(model, batch=(np.ones((8, 8), "float32"), np.ones((8, 4), "float32")))
         """
         check_is_measurable(model, "check_consistency")
         check_consistency(model)
+        if batch is not None:
+            gradient_copies.check_gradients(model, batch, self)
 
 
 def _offloads(mesh: dtensor.Mesh, config: ShardingConfig) -> bool:

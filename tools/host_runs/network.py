@@ -3,8 +3,9 @@
     host 0 [eth0] ---- [port0  bridge  port1] ---- [eth0] host 1
 
 The bridge has a separate namespace, which keeps all interfaces out of the machine's network. Deleting a namespace also
-deletes its links. Both ends of a link are shaped (tc-tbf), which limits the rate in both directions. The names contain
-the id and the start time of their process: runs do not collide, and the remains of a dead run can be recognized.
+deletes its links. Both ends of a link are shaped (tc-tbf), which limits the rate in both directions. With a delay,
+a process carries the packets of each link (`delayed_links`). The names contain the id and the start time of their
+process: runs do not collide, and the remains of a dead run can be recognized.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import dataclasses
 import itertools
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -20,6 +22,7 @@ import sys
 from collections.abc import Iterator
 
 from tools.fault_runs.watched import process_state
+from tools.host_runs import delayed_links
 
 INTERFACE = "eth0"
 _NAME = re.compile(r"tfshard-(\d+)-(\d+)-\d+-(?:switch|host\d+)")
@@ -89,12 +92,13 @@ class Network:
         addresses: The addresses of the hosts, all private.
     """
 
-    def __init__(self, num_hosts: int, rate: str):
+    def __init__(self, num_hosts: int, rate: str, delay: float = 0.0):
         """Create the namespaces and the links.
 
         Args:
             num_hosts: The number of hosts, 1 to 254.
             rate: The rate of each link and direction, such as `"1gbit"`.
+            delay: The seconds that a packet takes from one host to another. The rate must be at most 1 Gbit/s then.
 
         Raises:
             NetworkError: The network cannot be created. Nothing of the network is left.
@@ -105,22 +109,27 @@ class Network:
         self._switch = f"{run}-switch"
         self._hosts = tuple(f"{run}-host{host}" for host in range(num_hosts))
         burst = max(_LEAST_BURST_BYTES, int(bits_per_second(rate) * _BURST_SECONDS / 8))
+        self._carriers: list[subprocess.Popen[str]] = []
         _check_machine()
         try:
             _ip("netns", "add", self._switch)
             _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
             _ip("-n", self._switch, "link", "set", "bridge", "up")
             for host in range(num_hosts):
-                self._connect(host, rate, burst)
+                self._connect(host, rate, burst, delay)
         except NetworkError:
             self.close()
             raise
         self._begin = [self._counted(host) for host in range(num_hosts)]
 
-    def _connect(self, host: int, rate: str, burst: int) -> None:
+    def _connect(self, host: int, rate: str, burst: int, delay: float) -> None:
         name, port = self._hosts[host], f"port{host}"
         _ip("netns", "add", name)
-        _ip("link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
+        if delay:
+            # A packet passes two links, one of each host.
+            self._carry(name, port, delay / 2)
+        else:
+            _ip("link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
         _ip("-n", self._switch, "link", "set", port, "master", "bridge")
         for namespace, interface in ((name, INTERFACE), (self._switch, port)):
             _tc(
@@ -133,6 +142,21 @@ class Network:
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", name, "link", "set", INTERFACE, "up")
         self.set_link(host, up=True)
+
+    def _carry(self, name: str, port: str, delay: float) -> None:
+        """Create a link whose packets a process carries, each after a delay."""
+        carrier = subprocess.Popen(
+            ("setpriv", "--pdeathsig", "KILL", sys.executable, "-m", delayed_links.__name__, name, INTERFACE,
+             self._switch, port, str(delay)),
+            cwd=pathlib.Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self._carriers.append(carrier)
+        assert carrier.stdout is not None and carrier.stderr is not None
+        if carrier.stdout.readline() != "ready\n":
+            raise NetworkError(f"A link cannot be delayed: {carrier.stderr.read().strip().splitlines()[-1:]}")
+        for namespace, interface in ((name, INTERFACE), (self._switch, port)):
+            _ip("-n", namespace, "link", "set", interface, "mtu", str(delayed_links.MTU))
 
     def on(self, host: int, *command: str) -> tuple[str, ...]:
         """Return the command that runs `command` on a host. The process ends with its parent."""
@@ -153,13 +177,16 @@ class Network:
 
     def close(self) -> None:
         """End the processes on all hosts, and remove the hosts."""
+        for carrier in self._carriers:
+            carrier.kill()
+            carrier.communicate()
         _remove({*self._hosts, self._switch} & set(_names()))
 
 
 @contextlib.contextmanager
-def connected(num_hosts: int, rate: str) -> Iterator[Network]:
+def connected(num_hosts: int, rate: str, delay: float = 0.0) -> Iterator[Network]:
     """Yield a `Network`, and remove it afterwards."""
-    network = Network(num_hosts, rate)
+    network = Network(num_hosts, rate, delay)
     try:
         yield network
     finally:

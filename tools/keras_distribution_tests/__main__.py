@@ -3,9 +3,10 @@
     python -m tools.keras_distribution_tests
 
 The tests are read from the installed wheel of Keras: keras/src/distribution/distribution_lib_test.py, and the tests of
-its JAX backend, keras/src/backend/jax/distribution_lib_test.py. plugin.py lets the tests for JAX run: `keras.backend.backend()` says
-"jax" while pytest imports the tests, and a stand-in for the module `jax` has TensorFlow's objects. The program prints
-each test that does not pass, and exits with 1 if one of them is not explained in docs/keras_distribution.md.
+its JAX backend, keras/src/backend/jax/distribution_lib_test.py. plugin.py lets the tests for JAX run:
+`keras.backend.backend()` says "jax" while pytest imports the tests, and a stand-in for the module `jax` has
+TensorFlow's objects. The program prints each test that does not pass, and exits with 1 if one of them is not explained
+in docs/keras_distribution.md.
 """
 
 import os

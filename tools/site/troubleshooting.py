@@ -331,6 +331,15 @@ else:
         code='tfshard.collectives.all_reduce(np.array(["a", "b"]))',
     ),
     Example(
+        error="ClusterError",
+        title="Variables of a cluster that do not make a run",
+        remedy="`tfshard doctor --cluster` prints what each system's variables say ([clusters](clusters.md)).",
+        code="""\
+from tfshard import clusters
+
+clusters.find_run({"RANK": "0", "WORLD_SIZE": "2"})""",
+    ),
+    Example(
         error="LaunchError",
         title="A run that cannot be launched as requested",
         remedy="`tfshard docs launching` describes the flags.",

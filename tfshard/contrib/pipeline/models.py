@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from tfshard.devices import clients, messages, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
 from tfshard.operations import blocks
-from tfshard.training import failures
+from tfshard.training import decisions, failures
 from tfshard.training.attached_variables import attach_global_seed, attach_variables
 from tfshard.training.models import Distributed, as_distributed
 from tfshard.training.strategy import ShardedStrategy
@@ -109,6 +110,7 @@ class _Pipelined(Distributed):
         for inner in _private.optimizer_chain(self.optimizer):
             _private.set_distribute_strategy(inner, strategy)
         pipeline.forget()
+        decisions.log(logging.INFO, lambda: _told(self.name, how, strategy))
 
     def _prepares(self, clone: keras.Model) -> bool:
         if not clone.built:
@@ -176,6 +178,18 @@ class _Pipelined(Distributed):
         return function
 
 
+def _told(name: str, how: _Cut, strategy: ShardedStrategy) -> str:
+    """Return what was decided for a pipeline, for the log."""
+    stages = "; ".join(
+        f"stage {stage.number} has {len(stage.layers)} layers, {stage.layers[0]} to {stage.layers[-1]}"
+        for stage in how.made.stages
+    )
+    return (
+        f"model '{name}': mesh {strategy.pipeline_axes} of {strategy.mesh.device_type()} devices, ZeRO stage "
+        f"{strategy.zero_stage}, schedule {how.schedule}, {how.microbatches} microbatches; {stages}"
+    )
+
+
 def _known_everywhere(value: Any) -> Any:
     """Return a step result that every client of a launched run can read."""
     if transfer.is_dtensor(value) and not messages.is_everywhere(dtensor.fetch_layout(value).mesh):
@@ -215,13 +229,24 @@ def _check(
         )
     if settings.get("jit_compile") is True:
         _raise_jit_compile(model)
+    if (refusal := refusal_of_steps(model)) is not None:
+        raise StrategyError(refusal)
+    check_shared(made, len(strategy.ranks))
+
+
+def refusal_of_steps(model: keras.Model) -> str | None:
+    """Return why a pipeline cannot run the steps of a model; None if it can."""
     for name in ("train_step", "test_step", "predict_step"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
-            raise StrategyError(
+            return (
                 f"A pipeline runs the {name} of keras.Model, but {type(model).__name__} overrides it. Override "
                 "compute_loss or compute_metrics instead, or use a mesh without a pipeline axis."
             )
-    count = len(strategy.ranks)
+    return None
+
+
+def check_shared(made: CutModel, count: int) -> None:
+    """Raise `StrategyError` if `count` pipeline ranks would share a variable that they cannot share."""
     at: dict[int, int] = {}
     for stage in made.stages:
         for variable, _ in inventory.owned_variables(stage.model):

@@ -1,10 +1,11 @@
 """Predict steps of a model on clusters of any size, and find the best mesh, without running a step."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,15 +17,16 @@ from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.flops import training_flops
 from tfshard.graph.model_specs import OptimizerLike
-from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, REPLICA_AXIS, MeshAxes
+from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, PIPELINE_AXIS, REPLICA_AXIS, MeshAxes
 from tfshard.layouts.config import Microbatches, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.operations import blocks
-from tfshard.planning import statistics_traffic, step_graph
+from tfshard.planning import pipelined_steps, statistics_traffic, step_graph
 from tfshard.planning.machine import Machine, MachineLike
 from tfshard.planning.peak import UpdateTiming, added_bytes, with_margin
+from tfshard.planning.pipelined_steps import PipelinePrediction, PipelineQuestion
 from tfshard.planning.sharding_plan import ShardingPlan
 from tfshard.planning.step_times import TracedStep, updated_bytes_of
 from tfshard.planning.variable_traffic import sum_bytes
@@ -54,6 +56,7 @@ class Prediction:
         peak_bytes: Bytes of a device at the peak of a step.
         needed_bytes: The memory that a device needs, in bytes.
         unknown: Further traffic with unknown bytes; empty if none.
+        bubble: On a mesh with a pipeline axis, the share of time in which pipeline ranks wait; else None.
     """
 
     devices: int
@@ -69,6 +72,7 @@ class Prediction:
     peak_bytes: int
     needed_bytes: int
     unknown: str = ""
+    bubble: float | None = None
 
     @property
     def samples_per_second(self) -> float:
@@ -180,8 +184,9 @@ def simulate(
     """Predict steps of a model on clusters of several sizes, and find the quickest mesh that fits each size.
 
     For each number of devices, `simulate` tries the sizes of the model axis within a host (with a layout map) and
-    replicas of full hosts. It also tries numbers of microbatches, and blocks computed again or not. The graph of a step
-    gives its time (`tfshard.planning.machine`), with the collectives beside it; memory is estimated as in `advise`.
+    replicas of full hosts. It also tries numbers of microbatches, blocks computed again or not, and pipelines of 2, 4
+    and 8 stages if the model can be cut (`tfshard.pipeline`). The graph of a step gives its time
+    (`tfshard.planning.machine`), with the collectives beside it; memory is estimated as in `advise`.
     Nothing is allocated. docs/simulating.md lists the assumptions, and compares predictions with measured and published
     numbers.
 
@@ -315,9 +320,12 @@ class Simulator:
         self._batch = batch
         optimizer = model_specs.optimizer_of(model, optimizer)
         self._slots = model_specs.slots_of(optimizer, self._specs)
+        self._optimizer = optimizer
         self._timing = UpdateTiming.of(optimizer)
         self._has_blocks = blocks.can_mark(model)
         self._steps: dict[tuple[object, ...], tuple[TracedStep, int]] = {}
+        # What predictions of pipelines have traced.
+        self._pipelined: dict[Hashable, Any] = {}
         flops = training_flops(model, model_graph.batch_of(model, 1, length))
         self._flops = None if flops is None else flops * batch
 
@@ -339,6 +347,7 @@ class Simulator:
                         found += self.predictions(machine, mesh_shape, stage)
                     except CannotBeError as error:
                         refused.append(str(error))
+            found += self._pipelines(machine, count)
             found.sort(key=lambda each: each.seconds)
             considered[count] = tuple(found)
             fits = [each for each in found if machine.memory is None or each.needed_bytes <= machine.memory]
@@ -349,6 +358,56 @@ class Simulator:
             elif not fits:
                 problems[count] = refused[-1]
         return Simulation(machine=machine, best=best, considered=considered, problems=problems)
+
+    def _pipelines(self, machine: Machine, devices: int) -> list[Prediction]:
+        """Return the predictions for meshes with a pipeline axis, if the model can be cut."""
+        found = []
+        recomputes = (None, *[blocks.AUTO] * self._has_blocks)
+        for ranks, stage, recompute in itertools.product(pipelined_steps.sizes(devices), self._zero_stages, recomputes):
+            data_size = devices // ranks
+            count = pipelined_steps.microbatches_of(ranks, data_size, self._batch)
+            inputs = model_graph.batch_of(self._model, self._batch, self._length)
+            if count is None:
+                continue
+            question = PipelineQuestion(
+                model=self._model,
+                ranks=ranks,
+                data_size=data_size,
+                microbatches=count,
+                config=ShardingConfig(zero_stage=stage, analyzer=self._analyzer, reshard=self._reshard),
+                inputs=inputs,
+                optimizer=self._optimizer,
+                recompute=recompute,
+                machine=machine,
+                traced=self._pipelined,
+            )
+            predicted = pipelined_steps.predict(question)
+            if predicted is not None:
+                found.append(self._of_pipeline(question, predicted, machine, devices))
+        return found
+
+    def _of_pipeline(
+        self, question: PipelineQuestion, predicted: PipelinePrediction, machine: Machine, devices: int
+    ) -> Prediction:
+        assert predicted.seconds is not None and predicted.compute_seconds is not None
+        could = predicted.seconds * devices * (machine.peak_flops or machine.product_flops)
+        is_recomputed = question.recompute is not None
+        return Prediction(
+            devices=devices,
+            mesh_shape={PIPELINE_AXIS: question.ranks, BATCH_AXIS: question.data_size},
+            zero_stage=question.config.zero_stage.value,
+            microbatches=question.microbatches,
+            recompute=is_recomputed,
+            batch=self._batch,
+            seconds=predicted.seconds,
+            compute_seconds=predicted.compute_seconds,
+            collective_seconds=predicted.collective_seconds or 0.0,
+            utilization=None if self._flops is None else self._flops / could,
+            peak_bytes=predicted.peak.peak_bytes,
+            needed_bytes=with_margin(predicted.peak.peak_bytes, recompute=is_recomputed),
+            unknown=predicted.unknown,
+            bubble=predicted.bubble,
+        )
 
     def predictions(
         self,
