@@ -36,7 +36,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 # Libraries that are imported only if they are installed.
-OPTIONAL = {"keras_hub", "matplotlib", "safetensors", "scipy"}
+OPTIONAL = {"fsspec", "keras_hub", "matplotlib", "safetensors", "scipy"}
 # The one module of the runtime that calls plans. It imports them late, inside functions and for types.
 SEAM, PLANS = "tfshard.layouts.planner", "tfshard.planning"
 # The subpackages that a training step needs.

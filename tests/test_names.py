@@ -29,15 +29,24 @@ LIBRARIES = {"tfshard": tfshard, "keras": keras, "tf": tf, "np": np}
 ELSEWHERE = {
     *(
         "Operation._inbound_nodes",
+        "Operation._outbound_nodes",
         "AutoTrackable",
         "EnableReplicatedSpmdAsDefault",
         "GetDeviceSeed",
         "caching_device",
         "context.async_wait",
     ),
-    *("hashlib.file_digest", "saving_lib._save_model_to_fileobj", "CUDA_VISIBLE_DEVICES", "TMPDIR", "div", "mul"),
+    *(
+        "hashlib.file_digest",
+        "saving_lib._save_model_to_fileobj",
+        "CUDA_VISIBLE_DEVICES",
+        "FSSPEC_S3_KEY",
+        "TMPDIR",
+        "div",
+        "mul",
+    ),
     *("SKLinear", "panther/nn/linear.py", "S1_i", "S2_i", "U1_i", "U2_i", "l", "N"),
-    *("fully_shard", "mics_shard_size"),
+    *("auto_shard_dataset", "fully_shard", "mics_shard_size", "min_num_params", "sch_netem"),
     *("dense_kernel_momentum", "block3", "block_3", "train.py"),
     "test_adam_matches_one_device_when_dim_does_not_divide",
     # In TensorFlow's C++ code, and functions nested in TensorFlow's functions.

@@ -26,7 +26,7 @@ import tfshard
 from fault_proxy import control
 from resuming import assert_same_bits, drawn, fill, filled, script, values
 from tfshard.checkpoints import bundle_index, byte_ranges, files, leases, remote_files, remote_store, staging
-from tfshard.checkpoints.bundle_index import BadIndexError, Place
+from tfshard.checkpoints.bundle_index import BadIndexError, StoredPlace
 from tfshard.checkpoints.leases import Lease
 from tfshard.checkpoints.remote_files import RemoteDirectory
 from tfshard.errors import CheckpointCorruptError, CheckpointError, CheckpointStorageError
@@ -214,7 +214,7 @@ def test_ranges_contain_every_element_of_a_box_once():
         stored, wanted = random_box(shape), random_box(shape)
         full = rs.rand(*shape).astype("float32")
         content = b"x" * 7 + np.ascontiguousarray(full[stored.slices]).tobytes()
-        place = Place(box=stored, file=0, begin=7, bytes=len(content) - 7)
+        place = StoredPlace(box=stored, file=0, begin=7, bytes=len(content) - 7)
         array = np.full(wanted.shape, -1, "float32")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(byte_ranges, "_GAP_BYTES", int(rs.choice([4, 16, 1000])))

@@ -22,7 +22,7 @@ class BadIndexError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class StoredPlace:
     """The place of a box of a variable: a run of bytes in a data file, in row-major order.
 
     Attributes:
@@ -38,7 +38,7 @@ class Place:
     bytes: int
 
 
-def places(content: bytes) -> dict[str, list[Place]]:
+def places(content: bytes) -> dict[str, list[StoredPlace]]:
     """Return the places of the boxes of each tensor.
 
     Args:
@@ -49,7 +49,7 @@ def places(content: bytes) -> dict[str, list[Place]]:
     """
     try:
         entries = dict(_entries(content))
-        found: dict[str, list[Place]] = {}
+        found: dict[str, list[StoredPlace]] = {}
         for key, value in entries.items():
             if key and not key.startswith(b"\0"):
                 found[key.decode()] = list(_places(key.decode(), value, entries))
@@ -58,11 +58,11 @@ def places(content: bytes) -> dict[str, list[Place]]:
         raise BadIndexError(f"{type(error).__name__}: {error}") from error
 
 
-def _places(name: str, value: bytes, entries: Mapping[bytes, bytes]) -> Iterator[Place]:
+def _places(name: str, value: bytes, entries: Mapping[bytes, bytes]) -> Iterator[StoredPlace]:
     entry = _private.bundle_entry(value)
     shape = tuple(dim.size for dim in entry.shape.dim)
     if not entry.slices:
-        yield Place(box=Box(offset=(0,) * len(shape), shape=shape), file=entry.shard_id, begin=entry.offset,
+        yield StoredPlace(box=Box(offset=(0,) * len(shape), shape=shape), file=entry.shard_id, begin=entry.offset,
                     bytes=entry.size)  # fmt: skip
     for stored in entry.slices:
         extents = [(extent.start, extent.length if extent.HasField("length") else -1) for extent in stored.extent]
@@ -71,7 +71,7 @@ def _places(name: str, value: bytes, entries: Mapping[bytes, bytes]) -> Iterator
             offset=tuple(start for start, _ in extents),
             shape=tuple(size if size >= 0 else dim for (_, size), dim in zip(extents, shape, strict=True)),
         )
-        yield Place(box=box, file=part.shard_id, begin=part.offset, bytes=part.size)
+        yield StoredPlace(box=box, file=part.shard_id, begin=part.offset, bytes=part.size)
 
 
 # --- the table

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfshard.checkpoints.bundle_index import Place
+from tfshard.checkpoints.bundle_index import StoredPlace
 from tfshard.layouts.boxes import Box
 
 _GAP_BYTES = 1 << 20
@@ -49,7 +49,7 @@ def intersection(a: Box, b: Box) -> Box | None:
     return Box(offset=offset, shape=shape) if all(size > 0 for size in shape) else None
 
 
-def ranges(place: Place, box: Box, array: np.ndarray) -> Iterator[Range]:
+def ranges(place: StoredPlace, box: Box, array: np.ndarray) -> Iterator[Range]:
     """Yield the ranges with the elements that a box takes from a stored box.
 
     Args:

@@ -30,7 +30,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard.checkpoints import bundle_index, bundles, byte_ranges, files, leases, manifest, remote_files, stores
-from tfshard.checkpoints.bundle_index import BadIndexError, Place
+from tfshard.checkpoints.bundle_index import BadIndexError, StoredPlace
 from tfshard.checkpoints.held_shards import HeldShard
 from tfshard.checkpoints.leases import Lease, LeaseLostError
 from tfshard.checkpoints.manifest import StoredFile, StoredVariable
@@ -380,7 +380,7 @@ class RemoteStore(stores.Store):
         self.directory = self.root.url
         self.root.probe(f"{_PROBE}{uuid.uuid4().hex}", write=writes)
         # The checkpoint that is read: its name, the places of its boxes, the sizes of its files; blocks of its files.
-        self._index: tuple[str, dict[str, list[Place]], dict[str, int]] | None = None
+        self._index: tuple[str, dict[str, list[StoredPlace]], dict[str, int]] | None = None
         self._blocks: dict[tuple[str, int], bytes] = {}
 
     def checkpoints(self) -> list[tuple[int, int]]:
@@ -425,7 +425,7 @@ class RemoteStore(stores.Store):
             digest.update(self.root.read(f"{name}/{file}", begin, min(size, begin + _FILE_BYTES)))
         return digest.hexdigest()
 
-    def _places(self, name: str) -> tuple[dict[str, list[Place]], dict[str, int]]:
+    def _places(self, name: str) -> tuple[dict[str, list[StoredPlace]], dict[str, int]]:
         """Return the places of all boxes of a checkpoint, and the sizes of its files."""
         if self._index is None or self._index[0] != name:
             sizes = self.root.find(name)
@@ -529,7 +529,7 @@ def _runs(blocks: Sequence[tuple[str, int]]) -> list[tuple[str, int, int]]:
     return found
 
 
-def _covering(places: Sequence[Place], key: str, stored: StoredVariable, box: Box) -> list[Place]:
+def _covering(places: Sequence[StoredPlace], key: str, stored: StoredVariable, box: Box) -> list[StoredPlace]:
     """Return the places that a box needs, after checking them against the manifest."""
     size = int(tf.as_dtype(stored.dtype).size)
     found, elements = [], 0
