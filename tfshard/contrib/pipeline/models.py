@@ -185,7 +185,7 @@ def _told(name: str, how: _Cut, strategy: ShardedStrategy) -> str:
         for stage in how.made.stages
     )
     return (
-        f"model '{name}': mesh {strategy.pipeline_axes} of {strategy.mesh.device_type()} devices, ZeRO stage "
+        f"model '{name}': mesh {decisions.mesh_text(strategy.pipeline_axes)} of {strategy.mesh.device_type()} devices, ZeRO stage "
         f"{strategy.zero_stage}, schedule {how.schedule}, {how.microbatches} microbatches; {stages}"
     )
 
