@@ -24,4 +24,4 @@ def train(*, devices: int | None = None, memory: str) -> dict:
 if __name__ == "__main__":
     known_machines.here = lambda: None  # Choose in the order of `advise`.
     tfshard.initialize(device_type="CPU")
-    print("FOUND " + json.dumps(["auto", train(memory=("1GiB", "2MiB")[tfshard.collectives.rank()])]), flush=True)
+    print("FOUND " + json.dumps(["auto", train(memory=("1GiB", "2.7MiB")[tfshard.collectives.rank()])]), flush=True)

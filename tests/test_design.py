@@ -36,12 +36,13 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 # Libraries that are imported only if they are installed.
-OPTIONAL = {"keras_hub", "matplotlib", "scipy"}
+OPTIONAL = {"keras_hub", "matplotlib", "safetensors", "scipy"}
 # The one module of the runtime that calls plans. It imports them late, inside functions and for types.
 SEAM, PLANS = "tfshard.layouts.planner", "tfshard.planning"
 # The subpackages that a training step needs.
 RUNTIME = {
-    "_private", "callbacks", "checkpoints", "collectives", "devices", "errors", "graph", "launch", "layers", "layouts",
+    "_private", "callbacks", "checkpoints", "clusters",
+    "collectives", "devices", "errors", "graph", "launch", "layers", "layouts",
     "operations", "presets", "storage", "training",
 }  # fmt: skip
 

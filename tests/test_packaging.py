@@ -67,7 +67,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     packed = named - pages
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "tfshard").rglob("*.py")}
     clusters = {str(path.relative_to(ROOT)) for path in (ROOT / "tfshard").rglob("*.yaml")}
-    assert packed == modules | clusters | {"tfshard/py.typed"} and len(clusters) == 3
+    assert packed == modules | clusters | {"tfshard/py.typed"} and len(clusters) == 4
     assert len({name.rpartition("/")[0] for name in modules}) > 1, "there are subpackages"
     assert wheel.name == f"tfshard-{tfshard.__version__}-py3-none-any.whl"
 

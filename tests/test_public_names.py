@@ -9,8 +9,9 @@ def test_what_import_tfshard_shows():
     # The names that users type. Result classes and errors are in the subpackages.
     expected = """
         initialize create_mesh ShardedStrategy LayoutMap ParameterAnalyzer Model Sequential as_distributed
-        CheckpointManager CheckpointCallback export import_weights plan lint verify advise auto_layout_map
-        abstract_model profile_step profile_network random_map ShardingError
+        CheckpointManager CheckpointCallback export export_to_transformers import_weights plan lint verify advise
+        auto_layout_map abstract_model profile_step profile_network random_map find_batch_size keras_distribution
+        strategy_of ShardingError
         errors layers callbacks collectives presets planning measure pipeline pipelining PowerSGD EmbeddingTables
         simulate calibrate local_map psum
     """

@@ -43,8 +43,8 @@ def test_the_names_are_where_the_table_says():
 
 def test_the_table_has_every_private_name_that_is_used():
     known = {name.path.rpartition(".")[2] for name in names.NAMES}
-    # Attributes of our objects.
-    own = {"_epochs", "_KINDS"}
+    # Attributes of our objects, and of every module.
+    own = {"_epochs", "_KINDS", "__name__"}
     for path in PRIVATE.glob("*.py"):
         assert names_used(path) - own <= known, path.name
 
@@ -77,15 +77,66 @@ def test_versions_that_were_tried_are_taken_in_silence(monkeypatch, python, tens
 
 @pytest.mark.parametrize(
     "python, tensorflow, keras",
-    [("3.14.0", "2.21.0", "3.15.0"), ("3.13.0", "2.22.0-dev1", "3.15.0"), ("3.13.0", "2.19.0", "3.15.0")],
+    [
+        ("3.14.0", "2.21.0", "3.15.0"),
+        ("3.13.0", "2.22.0-dev1", "3.15.0"),
+        ("3.13.0", "2.19.0", "3.15.0"),
+        ("3.13.1", "2.22.0", "3.16.0"),
+        ("3.13.1", "2.21.0", "3.16.0.dev2026102704"),
+    ],
 )
-def test_versions_that_were_not_tried_are_a_warning(monkeypatch, python, tensorflow, keras):
+def test_versions_that_were_not_tried_are_a_warning_with_the_commands_that_try_them(
+    monkeypatch, python, tensorflow, keras
+):
     installed(monkeypatch, python, tensorflow, keras)
     with pytest.warns(
         versions.VersionWarning,
         match=f"not been tested with.*python=={python}, tensorflow=={tensorflow}, keras=={keras}",
-    ):
+    ) as caught:
         versions.check_versions()
+    series = ":".join(".".join(version.split(".")[:2]) for version in (python, tensorflow, keras))
+    for command in (
+        "'tfshard doctor'",
+        "'tfshard verify MODULE:FUNCTION --mesh=",
+        f"'tools/test_versions.sh {series}'",
+    ):
+        assert command in str(caught[0].message)
+
+
+def test_no_version_is_too_new_to_be_installed():
+    """A library that is released later is a warning at import, and not a conflict when pip installs tfshard."""
+    text = (pathlib.Path(__file__).parent.parent / "setup.cfg").read_text()
+    bounds = re.findall(r"^    (tensorflow|keras)([<>=!~]\S*)$", text, re.MULTILINE)
+    assert bounds == [("tensorflow", ">=2.19"), ("keras", ">=3.10")]
+
+
+def test_libraries_are_found_under_the_other_names_of_their_packages(monkeypatch):
+    found = {"tf-nightly": "2.22.0.dev20260924", "keras-nightly": "3.16.0.dev2026102704"}
+
+    def version(name):
+        if name not in found:
+            raise versions.importlib.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(versions.importlib.metadata, "version", version)
+    assert versions.package_version("tensorflow") == "2.22.0.dev20260924"
+    assert versions.package_version("keras") == "3.16.0.dev2026102704"
+    found["keras"] = "3.15.1"
+    assert versions.package_version("keras") == "3.15.1"
+    with pytest.raises(versions.importlib.metadata.PackageNotFoundError):
+        versions.package_version("numpy")
+
+
+def test_a_name_is_found_in_either_of_its_places():
+    here, elsewhere = (
+        "keras.src.trainers.trainer.Trainer._compile_loss",
+        "keras.src.trainers.trainer.None._compile_loss",
+    )
+    for path, also in ((here, elsewhere), (elsewhere, here), (here, None)):
+        assert names.Name(path, "3.10", also=also).is_found()
+    assert not names.Name(elsewhere, "3.10").is_found()
+    moved = [name for name in names.NAMES if name.also is not None]
+    assert {name.also.split(".")[-2] for name in moved} == {"Variable", "Trainer", "BaseTrainer", "ops", "rnn"}
 
 
 def test_versions_that_are_known_to_fail_are_an_error_that_says_what_works(monkeypatch):

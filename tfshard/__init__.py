@@ -5,6 +5,7 @@
 Each subpackage depends only on the subpackages above it. docs/design.md introduces them:
 
     _private       the private names of TensorFlow and Keras that tfshard uses
+    clusters       the run that a cluster started this process for
     layouts        the placement of each value: pure Python, without devices
     devices        tensors to devices and back, and the clients of a run
     storage        stored variables: local shards, reads and writes
@@ -35,16 +36,23 @@ _logging.getLogger(__name__).addHandler(_logging.NullHandler())
 if not command_line.is_answered_alone():
     # Import _private first, because it checks the versions of TensorFlow and Keras.
     from tfshard import _private, callbacks, collectives, errors, layers, measure, pipelining, planning, presets
-    from tfshard.checkpoints import CheckpointCallback, CheckpointManager, export, import_weights
+    from tfshard.checkpoints import (
+        CheckpointCallback,
+        CheckpointManager,
+        export,
+        export_to_transformers,
+        import_weights,
+    )
     from tfshard.contrib import compression as _compression
     from tfshard.contrib import simulate as _simulate
     from tfshard.contrib.compression import PowerSGD
     from tfshard.contrib.embedding_tables import EmbeddingTables
     from tfshard.contrib.pipeline import pipeline
     from tfshard.contrib.simulate import calibrate, simulate
-    from tfshard.devices import create_mesh, initialize
+    from tfshard.devices import create_mesh, initialize, shutdown
     from tfshard.errors import ShardingError
     from tfshard.graph import abstract_model, auto_layout_map
+    from tfshard.launch.spawning import spawn
     from tfshard.layouts import LayoutMap
     from tfshard.measure import profile_network, profile_step
     from tfshard.operations.local_map import local_map, psum
@@ -95,6 +103,7 @@ __all__ = [
     "create_mesh",
     "errors",
     "export",
+    "export_to_transformers",
     "find_batch_size",
     "import_weights",
     "initialize",
@@ -112,7 +121,9 @@ __all__ = [
     "profile_step",
     "psum",
     "random_map",
+    "shutdown",
     "simulate",
+    "spawn",
     "strategy_of",
     "verify",
 ]

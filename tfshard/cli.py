@@ -21,6 +21,8 @@ from absl import app, flags
 
 import tfshard
 from tfshard import _private, command_line
+from tfshard.clusters import cluster_report, run_secret
+from tfshard.clusters.finding import CHOICE, NONE
 from tfshard.devices import gpus, startup
 from tfshard.doctor import all_devices, check_runs, environment, parity_check
 from tfshard.errors import ShardingError
@@ -147,6 +149,8 @@ def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
 
 def _verify(values: flags.FlagValues, arguments: list[str]) -> int:
     axes = command_line.parse_mesh(values.mesh)
+    # In one process, also in a shell that a cluster started.
+    os.environ.setdefault(CHOICE, NONE)
     build = _load_function(arguments[0])
     batch = _load_function(values.batch or f"{arguments[0].rpartition(':')[0]}:batch")
     devices = math.prod(axes.values())
@@ -180,13 +184,15 @@ def _launch(values: flags.FlagValues, arguments: list[str]) -> int:
 def _launch_options(values: flags.FlagValues, command: tuple[str, ...]) -> options.Launch:
     """Return the options of a launch: those flags that have a value, and the hosts and their secret."""
     found = hosts.find_hosts(values.hosts, values.host_index)
+    values["port"].value = values.port or found.port
     names = {field.name for field in dataclasses.fields(options.Launch)} & set(values)
     given: dict[str, Any] = {name: values[name].value for name in names - {"hosts", "host_index"}}
     return options.Launch(
         command=command,
         hosts=found.names,
         host_index=found.index,
-        secret=hosts.read_secret(values.secret_file),
+        identity=found.identity,
+        secret=run_secret.read_secret(values.secret_file),
         **given,
     )
 
@@ -196,8 +202,15 @@ def _launch_options(values: flags.FlagValues, command: tuple[str, ...]) -> optio
 
 def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
     del arguments
+    if values[command_line.CLUSTER].value:
+        lines, code = cluster_report.report()
+        print("\n".join(lines))
+        return code
     if values[command_line.ALL_DEVICES].value:
-        return all_devices.check_all_devices(_doctor_options(values))
+        options_of_doctor = _doctor_options(values)
+        # The doctor launches the clients itself. Checks in one process run alone.
+        os.environ.setdefault(CHOICE, NONE)
+        return all_devices.check_all_devices(options_of_doctor)
     for package, version in environment.versions().items():
         print(f"{package:12} {version}")
     started = _start_devices()
@@ -240,7 +253,8 @@ def _doctor_options(values: flags.FlagValues) -> check_runs.DoctorOptions:
 
 
 def _start_devices() -> startup.Runtime:
-    """Start all accelerators, or two logical CPU devices."""
+    """Start all accelerators, or two logical CPU devices, of this process alone."""
+    os.environ.setdefault(CHOICE, NONE)
     if startup.current() is None and not tf.config.list_physical_devices("GPU"):
         return tfshard.initialize(num_devices=2)
     return tfshard.initialize()

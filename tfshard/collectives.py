@@ -225,7 +225,7 @@ def _clients_mesh() -> dtensor.Mesh:
 
 def _started() -> startup.Runtime:
     started = startup.current()
-    if started is None and clients.Settings.from_environment() is not None:
+    if started is None and startup.place_in_run() is not None:
         started = startup.initialize()
     return started or startup.Runtime(device_type="CPU", num_devices=1)
 

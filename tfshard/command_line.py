@@ -40,6 +40,8 @@ SIZES = tuple(1 << power for power in range(10, 25, 2))
 ZERO_STAGES = {0: "nothing sharded over the batch axis", 1: "optimizer slots", 2: "and gradients", 3: "and parameters"}
 # Selects the compiled model's optimizer, or Adam.
 AUTO = "auto"
+# The flag with which `doctor` only says which run a cluster's variables describe.
+CLUSTER = "cluster"
 # The flag with which `doctor` takes all other flags.
 ALL_DEVICES = "all-devices"
 
@@ -189,6 +191,10 @@ def _define_hosts(values: flags.FlagValues) -> None:
 def _doctor_flags() -> flags.FlagValues:
     values = _no_flags()
     flags.DEFINE_boolean(
+        CLUSTER, False, "Print which run the cluster's variables describe, and whether its address can be reached. "
+                        "Starts no device.", flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_boolean(
         ALL_DEVICES, False, "Run all checks on all devices, each in processes of its own, and write a report.",
         flag_values=values,
     )  # fmt: skip
@@ -305,8 +311,8 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "doctor": Command(
         options=_doctor_flags,
-        summary="Check versions, devices and switches, and train a tiny model sharded; with --all-devices check "
-        "everything that a bug report needs.",
+        summary="Check versions, devices and switches, and train a tiny model sharded; with --cluster explain which "
+        "run the cluster's variables describe; with --all-devices check everything that a bug report needs.",
         example="doctor",
     ),
     "profile-network": Command(
@@ -505,6 +511,8 @@ def _check_doctor(given: Mapping[str, Any]) -> None:
     """Raise `UsageError` for flags of `doctor` that do not fit together."""
     others = {flag: value for flag, value in given.items() if flag != ALL_DEVICES and value not in (False, [], 0)}
     others.pop("check_timeout", None)
+    if others.pop(CLUSTER, False) and (others or given[ALL_DEVICES]):
+        raise UsageError(f"--{CLUSTER} takes no other flags. Received: {others}")
     if others and not given[ALL_DEVICES]:
         raise UsageError(f"These flags need --{ALL_DEVICES}. Received: {others}")
     is_launched = "num_processes" in given or "hosts" in given
@@ -551,7 +559,8 @@ def _check_files(given: Mapping[str, str]) -> None:
     clusters = {path.stem for path in (pathlib.Path(__file__).parent / "planning" / "clusters").iterdir()}
     for flag in ("links", "machine", "cluster"):
         names = () if flag == "links" else sorted(clusters)
-        if flag in given and given[flag] not in names and not os.path.isfile(given[flag]):
+        # `doctor` has a boolean flag of this name.
+        if isinstance(given.get(flag), str) and given[flag] not in names and not os.path.isfile(given[flag]):
             others = f", or one of {names}" if names else ""
             raise UsageError(f"--{flag} must be an existing file{others}. Received: {flag}={given[flag]!r}")
     for flag in ("save", "plot"):

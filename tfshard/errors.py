@@ -78,12 +78,16 @@ class CheckpointCorruptError(CheckpointError):
     """A checkpoint is damaged, incomplete or edited. No variable was changed."""
 
 
+class CheckpointStorageError(CheckpointError):
+    """A remote file system cannot be used, or failed for longer than tfshard repeats requests."""
+
+
 class CheckpointMismatchError(CheckpointError):
     """A checkpoint or a weight file does not fit the model. No variable was changed."""
 
 
 class ClientError(ShardingError):
-    """Clients of a launched run disagree, a client did not come, or the run must restart after a failed step."""
+    """Clients disagree or one did not come, the run must restart after a failed step, or a spawned process failed."""
 
 
 class CollectiveError(ShardingError):
@@ -92,6 +96,10 @@ class CollectiveError(ShardingError):
 
 class LaunchError(ShardingError):
     """The run cannot be launched as requested."""
+
+
+class ClusterError(LaunchError):
+    """A cluster's environment variables lack something or contradict each other."""
 
 
 # The packages with frames between a user's line and a tfshard warning.

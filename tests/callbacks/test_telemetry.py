@@ -255,7 +255,9 @@ def test_scalars_are_written_without_tensorboard_and_its_callback_is_refused_bef
     with pytest.raises(ImportError):
         import tensorboard  # noqa: F401, PLC0415  # Premise: the import fails.
     model = compiled(sharded())
-    with pytest.raises(tfshard.errors.TelemetryError, match="needs the package tensorboard.*pip install tensorboard"):
+    with pytest.raises(
+        tfshard.errors.TelemetryError, match="needs the package tensorboard.*pip install 'tfshard.tensorboard.'"
+    ):
         fit(model, keras.callbacks.TensorBoard(tmp_path))
     assert int(model.optimizer.iterations) == 0
     told = fit(model, tfshard.callbacks.Telemetry(log_dir=tmp_path, profile_every=None), epochs=2)

@@ -249,7 +249,7 @@ def test_wrong_arguments_are_refused(tmp_path):
     manager = tfshard.CheckpointManager(tmp_path)
     for call, message in (
         (lambda: tfshard.CheckpointManager(tmp_path, keep=0), "keep must be a positive integer"),
-        (lambda: tfshard.CheckpointManager("gs://bucket"), "local file system"),
+        (lambda: tfshard.CheckpointManager(7), "directory must be a path or a URL"),
         (lambda: manager.save(model, -1), "step must be an integer"),
         (lambda: manager.save("model", 1), "keras.Model that is built"),
         (lambda: manager.save(keras.Sequential([keras.layers.Dense(2)]), 1), "keras.Model that is built"),

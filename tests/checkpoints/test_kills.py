@@ -24,6 +24,7 @@ from disk import Change, Disk, Killed
 from killed_saves import CASES, SAVED, check, commit, elements, expected, save
 from resuming import X, Y, assert_same_bits, drawn, fill, values, without_metrics
 from tfshard.checkpoints import files, training_state, writer
+from tfshard.checkpoints.local_store import LocalStore
 from tfshard.checkpoints.manifest import Position
 from tfshard.checkpoints.writer import Snapshot, Writing
 from tfshard.devices import clients
@@ -108,7 +109,7 @@ def killed_together(disk: Disk, saved: keras.Model, root: pathlib.Path, case: ki
     threads = []
     for rank in range(2):
         with clients.replaced(Client(rank, meeting)):
-            writing = Writing(root, case.keep, case.step)
+            writing = Writing(LocalStore(root), case.keep, case.step)
         snapshot = dataclasses.replace(whole, held=whole.held[rank::2])
         threads.append(threading.Thread(target=run, args=(writing, snapshot), name=f"client {rank}"))
     with disk:

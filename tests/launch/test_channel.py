@@ -16,7 +16,7 @@ from queue import Queue
 import pytest
 
 import tfshard
-from tfshard.devices import channel
+from tfshard.devices import channel, enrolment, key_exchange
 
 SECRET = "the secret"
 MESSAGES = ({"kind": "hello", "text": "the first message of a client"}, {"kind": "beat", "number": 12345})
@@ -197,3 +197,138 @@ def test_a_server_closes_what_has_a_changed_byte_and_goes_on(server):
         else:
             assert server.refused.get(timeout=30)
     assert server.events.empty() and server.refused.empty()
+
+
+# --- members without a secret ---------------------------------------------------------------------------------
+
+
+RUN = {"system": "SLURM", "job": "4711.0", "members": 3}
+
+
+@pytest.fixture
+def coordinator():
+    """A server that hands its secret to members 1 and 2 of a run."""
+    events: Queue = Queue()
+    members = enrolment.Enrolment(RUN, 3)
+    made = channel.Server("127.0.0.1", 0, channel.new_secret(), events, members.enrol)
+    made.events, made.members = events, members
+    yield made
+    made.close()
+
+
+def secret_for(server, member, run=RUN) -> str:
+    return enrolment.enrolled_secret(server.address, member, run, seconds=5)
+
+
+def test_the_prime_of_the_exchange_is_a_safe_prime_of_the_formula_of_rfc_7919():
+    # floor(2**2942 * e), from the series of e.
+    total, term, k = 0, 1 << 3100, 1
+    while term:
+        total, term, k = total + term, term // k, k + 1
+    prime = 2**3072 - 2**3008 + ((total >> (3100 - 2942)) + 2625351) * 2**64 - 1
+    assert key_exchange.PRIME == prime
+    for number in (prime, (prime - 1) // 2):
+        assert pow(2, number - 1, number) == 1 and pow(3, number - 1, number) == 1
+
+
+@pytest.mark.parametrize("value", [0, 1, key_exchange.PRIME - 1, key_exchange.PRIME, 2**3072 - 1])
+def test_a_public_value_that_gives_the_key_away_is_refused(value):
+    with pytest.raises(key_exchange.BadPublicValueError):
+        key_exchange.KeyExchange().key(value.to_bytes(key_exchange.PUBLIC_BYTES, "big"), b"")
+
+
+def test_each_member_gets_the_secret_once_and_can_use_it(coordinator):
+    for member in (1, 2):
+        connection = channel.Connection.open(coordinator.address, secret_for(coordinator, member), timeout=5)
+        connection.send("hello", number=member)
+        assert coordinator.events.get(timeout=5).message == {"kind": "hello", "number": member}
+        connection.close()
+        assert coordinator.events.get(timeout=5).message is None
+    assert coordinator.members.fault is None
+    with pytest.raises(tfshard.errors.LaunchError, match="all 3 members have come.*set TFSHARD_SECRET"):
+        secret_for(coordinator, 2)
+    assert coordinator.members.fault is None, "a stranger who comes later does not end the run"
+
+
+def test_a_second_process_in_a_members_place_gets_nothing_and_ends_the_run(coordinator):
+    secret_for(coordinator, 1)
+    with pytest.raises(tfshard.errors.LaunchError, match="Two processes call themselves member 1"):
+        secret_for(coordinator, 1)
+    assert "a stranger has taken a member's place" in coordinator.members.fault
+
+
+@pytest.mark.parametrize(
+    ("member", "run", "message"),
+    [
+        (1, {**RUN, "job": "4712.0"}, "belongs to another run"),
+        (0, RUN, "members 0 to 2, and 0 is here"),
+        (3, RUN, "members 0 to 2"),
+        ("1", RUN, "members 0 to 2"),
+    ],
+)
+def test_a_member_of_another_run_or_with_another_number_is_refused(coordinator, member, run, message):
+    with pytest.raises(tfshard.errors.LaunchError, match=message):
+        secret_for(coordinator, member, run)
+    assert coordinator.members.fault is None
+
+
+def test_a_run_with_a_secret_hands_it_to_nobody(server):
+    with pytest.raises(tfshard.errors.LaunchError, match="does not hand out a secret.*TFSHARD_SECRET, set it on all"):
+        enrolment.enrolled_secret(server.address, 1, RUN, seconds=5)
+    assert "It has no secret, and this run has one" in server.refused.get(timeout=5)
+    assert server.events.empty()
+
+
+def test_an_exchanged_key_opens_nothing_but_the_enrolment(coordinator):
+    """A client without the run's secret cannot send the messages of members."""
+    connection = channel.Connection.open(coordinator.address, None, timeout=5)
+    connection.send("register", client=1)
+    assert connection.receive()["kind"] == "refused"
+    connection.close()
+    assert coordinator.events.empty()
+
+
+def test_a_listener_does_not_see_the_secret(coordinator):
+    """A proxy records what both ends send."""
+    recorded = []
+    proxy = socket.create_server(("127.0.0.1", 0))
+
+    def copy(source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                recorded.append(data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+    def relay():
+        host, port = coordinator.address.split(":")
+        inner, _ = proxy.accept()
+        with inner, socket.create_connection((host, int(port))) as outer:
+            back = threading.Thread(target=copy, args=(outer, inner), daemon=True)
+            back.start()
+            copy(inner, outer)
+            back.join()
+
+    relaying = threading.Thread(target=relay, daemon=True)
+    relaying.start()
+    address = f"127.0.0.1:{proxy.getsockname()[1]}"
+    secret = enrolment.enrolled_secret(address, 1, RUN, seconds=5)
+    relaying.join(5)
+    proxy.close()
+    seen = b"".join(recorded)
+    assert b"enrolled" in seen, "premise: the whole exchange was recorded"
+    assert secret.encode() not in seen and bytes.fromhex(secret) not in seen
+    connection = channel.Connection.open(coordinator.address, secret, timeout=5)
+    connection.send("hello")
+    assert coordinator.events.get(timeout=5).message == {"kind": "hello"}
+    connection.close()
+
+
+def test_messages_of_an_exchange_that_are_changed_on_the_way_are_refused(coordinator):
+    connection = channel.Connection.open(coordinator.address, None, timeout=5)
+    connection._send_key = b"another key"
+    connection.send("enrol", member=1, run=RUN)
+    assert connection.receive() is None
+    connection.close()
+    assert "does not know the secret" in coordinator.refused.get(timeout=5)
+    assert secret_for(coordinator, 1), "the place of member 1 is still free"

@@ -18,7 +18,7 @@ def test_clients_choose_for_the_client_with_the_least_memory(monkeypatch):
     monkeypatch.setattr(known_machines, "here", lambda: None)
     before = startup.current()
     try:
-        alone = launched_auto.train(devices=4, memory="2MiB")
+        alone = launched_auto.train(devices=4, memory="2.7MiB")
         ample = launched_auto.train(devices=4, memory="1GiB")
     finally:
         startup._runtime = before

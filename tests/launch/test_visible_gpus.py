@@ -1,5 +1,6 @@
 """Each client of a host sees GPUs of its own."""
 
+import os
 import subprocess
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 import fake_gpus
 import launched
 import tfshard
-from tfshard.devices import gpus
-from tfshard.launch import visible_gpus
+from tfshard.clusters import ClusterRun
+from tfshard.devices import cluster_members, gpus, visible_gpus
 from tfshard.launch.options import Launch
 
 
@@ -122,3 +123,34 @@ def test_a_run_on_cpu_devices_trains_with_the_variable(tmp_path, machine):
     assert done.returncode == 0, done.stderr
     assert seen == ["0", "1"]
     assert launched.said(done, "SUM") == ["2.0", "2.0"]
+
+
+def member(index: int, **options) -> ClusterRun:
+    """Return a run of four members, two on this machine."""
+    names = {
+        "system": "torchrun",
+        "variables": ("RANK",),
+        "coordinator": "a",
+        "port": 1,
+        "num_members": 4,
+        "num_local": 2,
+    }
+    return ClusterRun(**{**names, "index": index, "local_index": index % 2, "num_local": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "expected"),
+    [
+        (None, {"has_own_gpus": False}, "2,3"),
+        (None, {"has_own_gpus": True}, "2,3"),
+        ("5,6,7,0", {"has_own_gpus": False}, "7,0"),
+        ("0", {"has_own_gpus": True}, "0"),
+        (None, {"num_local": 1, "local_index": 0}, None),
+    ],
+    ids=["not set", "not set, own", "one list for all", "own", "alone on its machine"],
+)
+def test_a_process_that_a_cluster_starts_takes_gpus_of_its_own(machine, monkeypatch, value, options, expected):
+    machine(4, value)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    cluster_members.choose_gpus(member(3, **options))
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected

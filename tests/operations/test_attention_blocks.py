@@ -359,7 +359,7 @@ def test_auto_computes_in_blocks_from_a_number_of_pairs(monkeypatch):
 
 @pytest.mark.slow
 def test_models_without_a_strategy_compute_as_before():
-    original = _private.keras_backend.nn.dot_product_attention
+    original = _private.keras_backend_nn.dot_product_attention
     with mock.patch.object(online_softmax, "attend", wraps=online_softmax.attend) as attend:
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), attention="flash")
         trained(transformer, strategy, Setting(), (TOKENS, LABELS), steps=1)
@@ -370,7 +370,7 @@ def test_models_without_a_strategy_compute_as_before():
         plain.train_on_batch(TOKENS, LABELS)
         assert not attend.called
     assert not [patch for patch in layer_patch.patches_of(plain) if patch.change is layer_patch.ATTENTION]
-    assert _private.keras_backend.nn.dot_product_attention is original
+    assert _private.keras_backend_nn.dot_product_attention is original
 
 
 def test_an_unknown_choice_is_refused():

@@ -44,7 +44,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("kind", "expected"), [("plain", 13), ("int8 slots", 12), ("microbatches", 12), ("auto", 12)])
 def test_the_largest_batch_is_found_and_the_state_has_the_same_bits(kind, expected, capfd):
     model = build()

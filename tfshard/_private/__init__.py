@@ -7,6 +7,7 @@ together. If some versions lack a name, the function that uses the name also has
 Callers take names from here (`_private.flatten_layers`). The modules group them by subject:
 
     versions, names                  the names and versions that tfshard relies on
+    bundles                          TensorFlow: protocol buffers in files of checkpoints
     context, graphs, op_rewriting    TensorFlow: process state, traced graphs, op rewrites
     functions, messages              TensorFlow: function names, custom gradients, error messages
     native_log                       TensorFlow: the log of its C++ code
@@ -17,6 +18,7 @@ Callers take names from here (`_private.flatten_layers`). The modules group them
     epochs, weight_files             Keras: the epochs of a fit; weight files
     distributions                    Keras: the backend of `keras.distribution`
     saving                           both: which process writes checkpoints and models
+    hub                              KerasHub: the export to transformers
     weak                             neither: weak collections that compare users' objects by identity
 """
 
@@ -44,6 +46,7 @@ from keras.src.models.functional import Functional
 from keras.src.models.model import functional_init_arguments
 from tensorflow.python.types.core import Tensor as TensorType
 
+from tfshard._private.bundles import DecodeError, bundle_entry
 from tfshard._private.context import (
     before_first_use,
     checks_all_numbers,
@@ -83,6 +86,7 @@ from tfshard._private.functions import (
     check_inputs,
     converted_by_autograph,
     ctc_with_unique_names,
+    function_count,
     function_locks_released,
     give_unique_names,
     give_unique_names_after,
@@ -131,6 +135,7 @@ from tfshard._private.graphs import (
     with_gradient,
     with_gradient_to,
 )
+from tfshard._private.hub import hub_weights_maps, replaced_weights_map
 from tfshard._private.instance_keys import instance_keys
 from tfshard._private.iterators import iterator_state, restore_iterator, stateful_operations
 from tfshard._private.losses import (
@@ -184,6 +189,7 @@ from tfshard._private.native_log import quiet_native_log, without_native_errors
 from tfshard._private.op_rewriting import (
     ALL_RANDOM_OPS,
     Call,
+    is_small_constant,
     recorded_outputs,
     rewritten_operations,
     same_operation,
@@ -201,7 +207,7 @@ from tfshard._private.optimizers import (
     variables_of_optimizer,
 )
 from tfshard._private.saving import write_checkpoints_in, write_models_in
-from tfshard._private.threads import in_this_thread
+from tfshard._private.threads import before_executors_end, in_this_thread
 from tfshard._private.trace import TraceEvent, read_trace
 from tfshard._private.variables import (
     abstract_scope,
@@ -224,19 +230,29 @@ from tfshard._private.weight_files import (
     find_weights,
     open_weights_file,
     read_as_written,
+    read_sharded_weights,
+    read_weights,
     read_weights_file,
     visit_weights,
     weight_dtype,
     write_keras_file,
+    write_sharded_weights,
     write_weights_file,
 )
 from tfshard._private.xla import annotated_call, call_stablehlo, run_always, stablehlo, traced_apart
+
+# Keras 3.16 (nightly) moves operations and recurrent loops to modules of the backend.
+keras_backend_nn = keras_backend.nn if hasattr(keras_backend, "nn") else keras_backend.ops.nn
+keras_backend_rnn = (
+    keras_backend if hasattr(keras_backend, "lstm") and hasattr(keras_backend, "gru") else keras_backend.rnn
+)
 
 __all__ = [
     "ALL_RANDOM_OPS",
     "TRACKING_ATTRIBUTE",
     "WEIGHTS_MEMBER",
     "Call",
+    "DecodeError",
     "Distribution",
     "EpochIterator",
     "Functional",
@@ -256,7 +272,9 @@ __all__ = [
     "converted_by_autograph",
     "auto_name",
     "backend_variable",
+    "before_executors_end",
     "before_first_use",
+    "bundle_entry",
     "annotated_call",
     "call_stablehlo",
     "called_function",
@@ -291,6 +309,7 @@ __all__ = [
     "flatten_layers",
     "func_graph",
     "function_graph",
+    "function_count",
     "function_locks_released",
     "function_of_flow",
     "functional_init_arguments",
@@ -307,6 +326,7 @@ __all__ = [
     "in_stateless_scope",
     "in_this_thread",
     "in_symbolic_scope",
+    "hub_weights_maps",
     "initializer_of",
     "input_signature",
     "instance_keys",
@@ -316,10 +336,13 @@ __all__ = [
     "is_of_arrays",
     "is_resource_variable",
     "is_seed_state",
+    "is_small_constant",
     "is_stateful",
     "keep_gradients_with_graphs",
     "iterator_state",
     "keras_backend",
+    "keras_backend_nn",
+    "keras_backend_rnn",
     "keeps_lengths",
     "lists_with_known_elements",
     "known_branches",
@@ -356,6 +379,8 @@ __all__ = [
     "random_seed_is_set",
     "read_as_written",
     "read_trace",
+    "read_sharded_weights",
+    "read_weights",
     "read_weights_file",
     "record_outside_access",
     "record_variable_access",
@@ -364,6 +389,7 @@ __all__ = [
     "register_same_name",
     "remat_mode",
     "replaced_lookup_table",
+    "replaced_weights_map",
     "resource_name",
     "resource_without_value",
     "restore_iterator",
@@ -412,6 +438,7 @@ __all__ = [
     "devices_are_listed",
     "write_checkpoints_in",
     "write_keras_file",
+    "write_sharded_weights",
     "write_models_in",
     "write_weights_file",
     "around_new_variables",

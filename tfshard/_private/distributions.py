@@ -9,9 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state as _global_state
-from keras.src.backend.tensorflow import core as _core
 from keras.src.backend.tensorflow import distribution_lib as _backend
-from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.distribution import distribution_lib as _distribution_lib
 
 from tfshard._private import patches
@@ -29,9 +27,9 @@ def set_distribution_backend(functions: Mapping[str, Callable[..., Any]]) -> Non
 def around_new_variables(enter: Callable[[keras.Variable], contextlib.AbstractContextManager[object]]) -> None:
     """Create each value of a Keras variable in the context `enter(variable)`, if a Keras distribution is active.
 
-    Keras on JAX asks the distribution for the layout at the same point (`core.Variable._initialize`).
+    Keras on JAX asks the distribution for the layout at the same point (`Variable._initialize`).
     """
-    original = _core.Variable._initialize
+    original = keras.Variable._initialize
 
     @functools.wraps(original)
     def initialize(self: keras.Variable, value: Any) -> None:
@@ -44,7 +42,7 @@ def around_new_variables(enter: Callable[[keras.Variable], contextlib.AbstractCo
         with enter(self):
             original(self, value)
 
-    patches.replace(_core.Variable, "_initialize", initialize, "shards variables under a Keras distribution")
+    patches.replace(keras.Variable, "_initialize", initialize, "shards variables under a Keras distribution")
 
 
 def before_first_use_of_models(prepare: Callable[[keras.Model], bool]) -> None:
@@ -54,12 +52,18 @@ def before_first_use_of_models(prepare: Callable[[keras.Model], bool]) -> None:
     """
     reason = "moves the batches of a model that was built under a Keras distribution, without compile"
     for owner, name in (
-        (_trainer.TensorFlowTrainer, "make_predict_function"),
+        (_trainer_class(), "make_predict_function"),
         (keras.Model, "export"),
         (keras.Model, "save"),
         (keras.Model, "save_weights"),
     ):
         patches.replace(owner, name, _prepared(getattr(owner, name), name, prepare), reason)
+
+
+def _trainer_class() -> type:
+    """Return the base class of `keras.Model` that trains with TensorFlow. Its name differs between versions."""
+    found: type = next(cls for cls in keras.Model.__mro__ if "make_predict_function" in vars(cls))
+    return found
 
 
 def _prepared(original: Callable[..., Any], name: str, prepare: Callable[[keras.Model], bool]) -> Callable[..., Any]:
@@ -100,7 +104,7 @@ def remove_distribution_backend() -> None:
 
 
 def _targets() -> Iterable[str]:
-    prefixes = (f"{_backend.__name__}.", f"{_core.__name__}.Variable._initialize")
+    prefixes = (f"{_backend.__name__}.", f"{keras.Variable.__module__}.Variable._initialize")
     names = {"make_predict_function", "export", "save", "save_weights"}
     return [
         each.target

@@ -3,11 +3,12 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import re
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from tensorflow.python.ops import ctc_ops as _ctc_ops
 from tfshard._private import patches
 
 _known: set[str] = set()
+# The new names of the bodies of each function that `give_unique_names` added again.
+_added_again: dict[str, list[str]] = {}
 
 _DTENSOR = "DTensor"
 
@@ -68,6 +71,9 @@ def give_unique_names(ended: Callable[[], object] = lambda: None) -> None:
 
     Shapes: see `shapes_in_int32`.
 
+    When TensorFlow frees the function of a step, DTensor removes the functions that it compiled from it, but not the
+    renamed bodies. The next call removes them (`_remove_left`).
+
     Call this after each step. DTensor treats an integer or string input as a constant if it has fewer than 20 elements
     and is replicated (ExtractSmallTensorValue in its small_constant_optimization.cc, whatever made the tensor). DTensor
     compiles the step again when the value first changes. If nothing was compiled, a call takes some 10 us for each
@@ -78,18 +84,14 @@ def give_unique_names(ended: Callable[[], object] = lambda: None) -> None:
     """
     context = _context.context()
     names = set(context.list_function_names())
+    _remove_left(names)
     if names <= _known:
         _known.intersection_update(names)  # A removed function may come back.
         return
     new = {name: context.get_function_def(name) for name in names - _known}
     owners = [name for name in new if name.startswith("_func_")]
-    bodies: dict[str, str] = {}
-    waiting = list(owners)
-    while waiting:
-        for called in _called(new[waiting.pop()]):
-            if called.name in new and called.name not in bodies:
-                bodies[called.name] = f"{called.name}_{_ops.uid()}"
-                waiting.append(called.name)
+    reached = {name: _reached(name, new) for name in owners}
+    bodies = {name: f"{name}_{_ops.uid()}" for name in dict.fromkeys(itertools.chain(*reached.values()))}
     # The functions that call the owners. DTensor runs one of these callers on each device.
     callers = [name for name in new if any(called.name in owners for called in _called(new[name]))]
     with_collectives = [name for name in (*bodies, *owners) if _has_dtensor_collectives(new[name])]
@@ -115,9 +117,49 @@ def give_unique_names(ended: Callable[[], object] = lambda: None) -> None:
                 called.name = bodies.get(called.name, called.name)
             new[name].signature.name = bodies.get(name, name)
             context.add_function_def(new[name])
+        _added_again.update({name: [bodies[body] for body in reached[name]] for name in owners if name in changed})
         names = set(context.list_function_names())
     _known.clear()
     _known.update(names)
+
+
+def _reached(name: str, functions: Mapping[str, Any]) -> list[str]:
+    """Return the names of the functions (of `FunctionDef`s by name) that a function calls, directly or indirectly."""
+    found: dict[str, None] = {}
+    waiting = [name]
+    while waiting:
+        called = [each.name for each in _called(functions[waiting.pop()]) if each.name in functions]
+        waiting += [each for each in called if each not in found]
+        found.update(dict.fromkeys(called))
+    return list(found)
+
+
+def _remove_left(names: set[str]) -> None:
+    """Remove what is left of the functions that `give_unique_names` added again and DTensor has removed.
+
+    DTensor removes a function from the library of functions alone. The context still counts it as added.
+
+    Args:
+        names: The functions that the context has. Names that are removed are taken out.
+    """
+    context = _context.context()
+    for name in [name for name in _added_again if name not in names]:
+        for each in (name, *_added_again.pop(name)):
+            try:
+                context.remove_function(each)
+            except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError):
+                pass
+            names.discard(each)
+
+
+def function_count() -> int:
+    """Return how many functions TensorFlow's context holds, including the functions that DTensor compiled.
+
+    Functions that the next step removes do not count.
+    """
+    names = set(_context.context().list_function_names())
+    _remove_left(names)
+    return len(names)
 
 
 def shapes_in_int32() -> None:

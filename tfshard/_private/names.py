@@ -22,12 +22,15 @@ class Name:
         since: The first series that has the name, among the series that tfshard supports.
         until: The first series that no longer has the name. None if the newest series has it.
         instead: The replacement in series that lack the name. None if all have it.
+        also: The path in versions that have the name elsewhere. tfshard reaches the name through its object, or by both
+            paths.
     """
 
     path: str
     since: str
     until: str | None = None
     instead: str | None = None
+    also: str | None = None
 
     @property
     def library(self) -> str:
@@ -41,14 +44,18 @@ class Name:
 
     def is_found(self) -> bool:
         """Return whether the name exists, as far as this is visible without an instance of its class."""
-        parts = self.path.split(".")
-        for count in range(len(parts), 0, -1):
-            try:
-                owner = importlib.import_module(".".join(parts[:count]))
-            except ImportError:
-                continue
-            return _has(owner, parts[count:])
-        return False
+        return any(_is_found(path) for path in (self.path, self.also) if path is not None)
+
+
+def _is_found(path: str) -> bool:
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            owner = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        return _has(owner, parts[count:])
+    return False
 
 
 def _has(owner: Any, parts: list[str]) -> bool:
@@ -67,9 +74,25 @@ def _has(owner: Any, parts: list[str]) -> bool:
 
 
 def _all(library: str, since: str, modules: dict[str, str]) -> tuple[Name, ...]:
-    """Return the names that exist since one version, from a table of modules and their used names."""
-    paths = [f"{library}.{module}.{name}" for module, names in modules.items() for name in names.split()]
-    return tuple(Name(path, since) for path in paths)
+    """Return the names that exist since one version.
+
+    Args:
+        library: The library.
+        since: The version.
+        modules: The used names of each module. `"MODULE | MODULE"` says where other versions have the names.
+    """
+    found = []
+    for places, names in modules.items():
+        place, _, other = places.partition(" | ")
+        for name in names.split():
+            found.append(Name(f"{library}.{place}.{name}", since, also=f"{library}.{other}.{name}" if other else None))
+    return tuple(found)
+
+
+# What Keras's nightly versions of 3.16 have moved or renamed (docs/upgrading.md).
+_CORE = "src.backend.tensorflow.core | src.backend.tensorflow.ops.core"
+_TF_TRAINER = "src.backend.tensorflow.trainer.TensorFlowTrainer | src.backend.tensorflow.trainer.Trainer"
+_TRAINER = "src.trainers.trainer.Trainer | src.trainers.trainer.BaseTrainer"
 
 
 # Grouped by the module of this package that uses the names.
@@ -77,6 +100,8 @@ NAMES = (
     # _private itself
     *_all("keras", "3.10", {
         "src": "backend",
+        "src.backend | src.backend.ops": "nn",
+        "src.backend | src.backend.rnn": "gru lstm",
         "src.backend.common.name_scope": "current_path",
         "src.backend.common.stateless_scope": "in_stateless_scope",
         "src.backend.common.symbolic_scope": "in_symbolic_scope",
@@ -135,6 +160,10 @@ NAMES = (
         "src.legacy.saving.legacy_h5_format": "save_model_to_hdf5",
         "src.saving.saving_lib": "save_model",
     }),
+    # bundles
+    *_all("tensorflow", "2.19", {
+        "core.protobuf.tensor_bundle_pb2": "BundleEntryProto",
+    }),
     # messages
     *_all("tensorflow", "2.19", {
         "python.framework.error_interpolation": "_ParseTag parse_message",
@@ -186,7 +215,7 @@ NAMES = (
         "src.backend.common.name_scope": "name_scope.caller",
         "src.backend.common.variables": "Variable._dtype Variable._initializer Variable._path "
         "Variable._value",
-        "src.backend.tensorflow.core": "Variable._initialize_with_initializer",
+        _CORE: "Variable._initialize_with_initializer",
         "src.random.seed_generator": "SeedGenerator.state global_seed_generator",
         "src.utils.rng_utils": "get_random_seed",
     }),
@@ -197,8 +226,7 @@ NAMES = (
     ),
     # models
     *_all("keras", "3.10", {
-        "src.backend.tensorflow.trainer": "TensorFlowTrainer._distribute_strategy TensorFlowTrainer._make_function "
-        "TensorFlowTrainer._maybe_symbolic_build",
+        _TF_TRAINER: "_distribute_strategy _make_function _maybe_symbolic_build",
         "src.distribution.distribution_lib": "ModelParallel._layout_map",
         "src.layers.convolutional.base_conv": "BaseConv",
         "src.layers.convolutional.base_conv_transpose": "BaseConvTranspose",
@@ -214,17 +242,15 @@ NAMES = (
         "src.saving.keras_saveable": "KerasSaveable._unpickle_model",
         "src.saving.object_registration": "GLOBAL_CUSTOM_NAMES",
         "src.trainers.compile_utils": "CompileMetrics._user_metrics CompileMetrics._user_weighted_metrics",
-        "src.trainers.trainer": "Trainer._compile_config Trainer._compile_loss Trainer._compile_metrics "
-        "Trainer._loss_tracker",
+        _TRAINER: "_compile_config _compile_loss _compile_metrics _loss_tracker",
         "src.utils.naming": "to_snake_case",
     }),
     # distributions
     *_all("keras", "3.10", {
         "src.backend.common.global_state": "get_global_attribute set_global_attribute",
         "src.backend.common.variables": "Variable._shape Variable._validate_shape",
-        "src.backend.tensorflow": "core distribution_lib trainer",
-        "src.backend.tensorflow.core": "Variable Variable._initialize",
-        "src.backend.tensorflow.trainer": "TensorFlowTrainer",
+        "src.backend.tensorflow": "distribution_lib",
+        _CORE: "Variable._initialize",
         "src.distribution": "distribution_lib",
         "src.distribution.distribution_lib": "GLOBAL_ATTRIBUTE_NAME",
     }),
@@ -238,7 +264,7 @@ NAMES = (
         "src.backend.common.masking": "get_keras_mask set_keras_mask",
         "src.layers.layer": "Layer._losses Layer._losses_override",
         "src.losses.loss": "apply_mask reduce_weighted_values unscale_loss_for_distribution",
-        "src.trainers.trainer": "Trainer._compute_loss Trainer._loss_tracker",
+        _TRAINER: "_compute_loss _loss_tracker",
     }),
     # optimizers
     *_all("keras", "3.10", {
@@ -262,12 +288,12 @@ NAMES = (
         "PyDatasetAdapter.py_dataset PyDatasetAdapter.shuffle",
         "src.trainers.epoch_iterator": "EpochIterator._enumerate_iterator EpochIterator._num_batches "
         "EpochIterator._steps_seen EpochIterator.data_adapter",
-        "src.trainers.trainer": "Trainer._initial_epoch",
+        _TRAINER: "_initial_epoch",
     }),
     # weight_files
     *_all("keras", "3.10", {
-        "src.saving.saving_lib": "DiskIOStore H5IOStore _ASSETS_DIRNAME _CONFIG_FILENAME _METADATA_FILENAME "
-        "_VARS_FNAME_H5 _load_state _raise_loading_failure _save_state _serialize_model_as_json",
+        "src.saving.saving_lib": "DiskIOStore H5IOStore ShardedH5IOStore _ASSETS_DIRNAME _CONFIG_FILENAME "
+        "_METADATA_FILENAME _VARS_FNAME_H5 _load_state _raise_loading_failure _save_state _serialize_model_as_json",
     }),
 )  # fmt: skip
 

@@ -215,7 +215,8 @@ _STRUCTURE = re.compile(
 )
 
 
-def _is_small(tensor: Any) -> bool:
+def is_small_constant(tensor: Any) -> bool:
+    """Return whether DTensor treats an eager tensor as a constant where the tensor is replicated."""
     return (
         isinstance(tensor, tf.__internal__.EagerTensor)
         and tensor.dtype in _CONSTANT_DTYPES
@@ -249,10 +250,10 @@ def _is_compiled_for_values(op_type: str, arguments: Sequence[Any]) -> bool:
     tensors = [each for each in arguments if isinstance(each, tf.__internal__.EagerTensor)]
     if len(tensors) < 2 or len(tensors) != len(structure):
         return False
-    if not any(_is_small(each) for each, known in zip(tensors, structure, strict=True) if not known):
+    if not any(is_small_constant(each) for each, known in zip(tensors, structure, strict=True) if not known):
         return False
     replicated = [_is_replicated(each) for each in tensors]
-    small = [n for n, each in enumerate(tensors) if replicated[n] and not structure[n] and _is_small(each)]
+    small = [n for n, each in enumerate(tensors) if replicated[n] and not structure[n] and is_small_constant(each)]
     if all(replicated) or not small:
         return False
     if any(_dtensor_api.is_dtensor(tensors[n]) for n in small):

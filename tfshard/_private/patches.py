@@ -129,6 +129,11 @@ SEARCHES = (
         reason="an optimizer that a loop no longer uses is in a reference cycle, and stays alive until it is collected",
     ),
     Search(
+        function="tfshard.training.batch_sizes:_free",
+        uses="gc.collect",
+        reason="the graph of a try is a reference cycle, and its memory would count in the next try",
+    ),
+    Search(
         function="tfshard.training.step_functions:StepFunctions._first_run",
         uses="gc.collect",
         reason="a graph is a reference cycle: TensorFlow keeps its compiled functions until it is collected",

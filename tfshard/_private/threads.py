@@ -15,3 +15,14 @@ def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]
         return (replacement if threading.get_ident() == here else original)(*args, **kwargs)
 
     return call
+
+
+def before_executors_end(function: Callable[[], None]) -> None:
+    """Call a function when the main thread ends, before Python shuts down its thread pools.
+
+    Functions of `atexit` run later, when asyncio can resolve no host names any more.
+    """
+    # Functions are called in reverse order; the thread pools register their own at this import.
+    import concurrent.futures.thread  # noqa: F401
+
+    threading._register_atexit(function)  # type: ignore[attr-defined]

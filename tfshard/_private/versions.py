@@ -10,7 +10,7 @@ class VersionWarning(UserWarning):
 
 
 # The tested series of Python, TensorFlow and Keras. tools/test_versions.sh runs the quick tests in each combination.
-# setup.cfg holds the lower and upper bounds, constraints.txt the newest combination.
+# setup.cfg holds the lower bounds, constraints.txt the newest combination.
 TRIED = (
     ("3.10", "2.19", "3.10"),
     ("3.11", "2.20", "3.12"),
@@ -18,12 +18,27 @@ TRIED = (
     ("3.13", "2.21", "3.15"),
 )
 
+# The names under which a library is installed.
+_DISTRIBUTIONS = {
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu"),
+    "keras": ("keras", "keras-nightly"),
+}
+
 # The series before which a library is known to fail, and why.
 FAILS_BEFORE = {"keras": ("3.10", "keras.src.utils.rng_utils.get_random_seed does not exist")}
 
 
 def package_version(package: str) -> str:
-    """Return the version of an installed package."""
+    """Return the version of an installed package.
+
+    Raises:
+        PackageNotFoundError: The package is not installed, under any of its names.
+    """
+    for name in _DISTRIBUTIONS.get(package, ()):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
     return importlib.metadata.version(package)
 
 
@@ -43,6 +58,7 @@ def is_before(version: str, series: str) -> bool:
 def check_versions() -> None:
     """Refuse versions that are known to fail, and warn about versions that were not tested.
 
+    The warning names the commands that try the versions: the tests in the repository, and `tfshard doctor` without it.
     TensorFlow and Keras must have been tested with each other, because tfshard uses private names of both. Python may
     have been tested with any of them.
 
@@ -50,7 +66,7 @@ def check_versions() -> None:
         ImportError: TensorFlow or Keras is not installed, or its version is known to fail.
     """
     works = f"tfshard works with (Python, TensorFlow, Keras) = {', '.join('(' + ', '.join(row) + ')' for row in TRIED)}"
-    install = "Install it with: pip install 'tensorflow>=2.19,<2.22' 'keras>=3.10,<3.16'"
+    install = "Install it with: pip install 'tensorflow>=2.19' 'keras>=3.10'"
     found = {"python": platform.python_version()}
     for package in ("tensorflow", "keras"):
         try:
@@ -68,5 +84,10 @@ def check_versions() -> None:
     if python not in {row[0] for row in TRIED} or tuple(pair) not in {row[1:] for row in TRIED}:
         # The stack level skips check_versions, tfshard._private and tfshard to reach the user's import.
         warnings.warn(
-            f"tfshard has not been tested with these versions. {works}. Received: {received}", VersionWarning, 4
+            f"tfshard has not been tested with these versions. {works}. To try them, run 'tfshard doctor', which "
+            "compares a sharded step with one device, and 'tfshard verify MODULE:FUNCTION --mesh=batch:4' for your "
+            f"model; in tfshard's repository, run 'tools/test_versions.sh {python}:{pair[0]}:{pair[1]}'. Received: "
+            f"{received}",
+            VersionWarning,
+            4,
         )

@@ -5,10 +5,12 @@ import math
 import pathlib
 import tempfile
 import zipfile
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import h5py
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.saving import saving_lib as _saving_lib
 
@@ -21,9 +23,21 @@ _MAX_DEPTH, _MAX_OBJECTS = 200, 1_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightSpec:
-    """A weight as Keras saves it."""
+    """A weight as Keras saves it.
+
+    Attributes:
+        path: The path of the variable. The place in Keras's file if the weight is computed from variables, as a kernel
+            with a merged adapter is.
+        layer: The name of the layer that saves the weight. None if Keras does not tell.
+        variable: The Keras variable. None if the weight is computed from variables.
+        shape: The shape of the full weight.
+        dtype: The name of the dtype.
+        bytes: The size of the full weight.
+    """
 
     path: str
+    layer: str | None
+    variable: keras.Variable | None
     shape: tuple[int, ...]
     dtype: str
     bytes: int
@@ -32,37 +46,47 @@ class WeightSpec:
 class _Visit(_saving_lib.H5IOStore):  # type: ignore[misc]
     """Stands in for the file when Keras saves weights (`H5IOStore`), and records what Keras would save."""
 
-    def __init__(self, read: bool):
+    def __init__(self, values: Callable[[str, Any], object] | None):
         self.found: dict[str, WeightSpec] = {}
-        self._read = read
+        self._values = values
         self._path = ""
+        self._layer: str | None = None
 
     def __bool__(self) -> bool:
         return True
 
     def make(self, path: str, metadata: Any = None) -> "_Visit":
         self._path = path
+        self._layer = (metadata or {}).get("name")
         return self
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if self._read:
-            keras.ops.convert_to_numpy(value)
         shape, dtype = tuple(value.shape), keras.backend.standardize_dtype(value.dtype)
         name = f"{self._path}/{_WEIGHTS}/{key}".removeprefix("/")
-        path = getattr(value, "path", self._path)
-        size = math.prod(shape) * tf.as_dtype(dtype).size
-        self.found[name] = WeightSpec(path=path, shape=shape, dtype=dtype, bytes=size)
+        variable = value if isinstance(value, keras.Variable) else None
+        self.found[name] = WeightSpec(
+            path=self._path if variable is None else variable.path,
+            layer=self._layer,
+            variable=variable,
+            shape=shape,
+            dtype=dtype,
+            bytes=math.prod(shape) * tf.as_dtype(dtype).size,
+        )
+        if self._values is not None:
+            self._values(name, value)
 
 
-def visit_weights(model: keras.Model, *, read: bool = False, optimizer: bool = False) -> dict[str, WeightSpec]:
+def visit_weights(
+    model: keras.Model, *, values: Callable[[str, Any], object] | None = None, optimizer: bool = False
+) -> dict[str, WeightSpec]:
     """List the weights that Keras saves for a model, by their names in the file (`saving_lib._save_state`).
 
     Args:
         model: The model.
-        read: If True, read the values as saving does. Clients that do not write use this to match the writing client.
+        values: If given, receives each weight's name in the file and its value: a variable, a tensor or an array.
         optimizer: If True, include the optimizer.
     """
-    visit = _Visit(read)
+    visit = _Visit(values)
     skipped = set() if optimizer else {id(getattr(model, "optimizer", None))}
     _saving_lib._save_state(model, weights_store=visit, assets_store=None, inner_path="", visited_saveables=skipped)
     return visit.found
@@ -75,7 +99,22 @@ def read_as_written(model: keras.Model, *, full_model: bool) -> None:
     """
     if full_model:
         _saving_lib._serialize_model_as_json(model)  # Reads the learning rate.
-    visit_weights(model, read=True, optimizer=True)
+    visit_weights(model, values=lambda _, value: keras.ops.convert_to_numpy(value), optimizer=True)
+
+
+def write_sharded_weights(model: keras.Model, path: pathlib.Path, max_shard_size: float) -> None:
+    """Save weights like `model.save_weights(path, max_shard_size=...)` (`saving_lib.ShardedH5IOStore`).
+
+    Args:
+        model: The model.
+        path: Ends in `.weights.json`.
+        max_shard_size: In units of 2**30 bytes.
+    """
+    store = _saving_lib.ShardedH5IOStore(path, max_shard_size, mode="w")
+    try:
+        _saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set())
+    finally:
+        store.close()
 
 
 def write_weights_file(model: keras.Model, path: pathlib.Path) -> None:
@@ -145,7 +184,65 @@ def weight_dtype(dataset: h5py.Dataset) -> str:
 def read_weights_file(model: keras.Model, path: pathlib.Path) -> None:
     """Load weights like `model.load_weights`, from a file of any name, without the optimizer
     (`saving_lib._load_state`)."""
-    store = _saving_lib.H5IOStore(path, mode="r")
+    _load(model, _saving_lib.H5IOStore(path, mode="r"))
+
+
+def read_sharded_weights(model: keras.Model, path: pathlib.Path) -> None:
+    """Load weights like `model.load_weights("....weights.json")`, without the optimizer."""
+    _load(model, _saving_lib.ShardedH5IOStore(path, mode="r"))
+
+
+class _WeightSource(_saving_lib.H5IOStore):  # type: ignore[misc]
+    """Stands in for the file when Keras loads weights (`H5IOStore`), and reads them by their names in the file."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], np.ndarray]):
+        self._weights: dict[str, list[str]] = {}
+        for name in names:
+            place, _, key = name.rpartition(f"{_WEIGHTS}/")
+            self._weights.setdefault(place.removesuffix("/"), []).append(key)
+        self._read = read
+        self._path = ""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get(self, path: str) -> "_WeightSource":
+        self._path = path
+        return self
+
+    def has_path(self, path: str) -> bool:
+        return any(place == path or place.startswith(f"{path}/") for place in self._weights)
+
+    def close(self) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        return self._weights.get(self._path, [])
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.keys()
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        if key not in self:
+            raise KeyError(key)
+        return self._read(f"{self._path}/{_WEIGHTS}/{key}".removeprefix("/"))
+
+
+def read_weights(model: keras.Model, names: Iterable[str], read: Callable[[str], np.ndarray]) -> None:
+    """Load weights like `model.load_weights`, from any source, without the optimizer.
+
+    Args:
+        model: The model.
+        names: The names of the weights in a file of Keras.
+        read: Returns the value of a name.
+    """
+    _load(model, _WeightSource(names, read))
+
+
+def _load(model: keras.Model, store: _saving_lib.H5IOStore) -> None:
     skipped = {id(getattr(model, "optimizer", None))}
     failed: set[int] = set()
     errors: dict[int, Any] = {}

@@ -48,19 +48,21 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
     Without a checkpoint, training begins as usual. The mesh and the ZeRO stage may differ from the saved ones.
 
     Args:
-        directory: The directory of the checkpoints of one training run.
+        directory: The directory of the checkpoints of one training run: a path, or the URL of a remote directory.
         every_steps: Save after this many steps.
         every_epochs: Save after this many epochs. The end of the last epoch is always saved.
         async_save: True if a thread writes while training continues. The values are the values at the end of the step.
         keep: How many steps are kept.
         optimizers: Optimizers in addition to the compiled optimizer and to attributes of the model, as in
             `CheckpointManager.save`.
+        storage_options: Keyword arguments of the fsspec file system of a remote directory, such as credentials.
 
     Raises:
         CheckpointError: `every_steps` and `every_epochs` are both missing, or not positive integers. In `fit`: a
             checkpoint does not fit, is damaged or could not be written, or the position of the data cannot be saved.
             The position of arrays and `tf.data` datasets can be saved. The position of a `keras.utils.PyDataset` can be
             saved with `every_epochs` and `fit(shuffle=False)`.
+        CheckpointStorageError: A remote directory cannot be used, as in `CheckpointManager`.
 
     The callback does not save the state of other callbacks, such as the patience of `EarlyStopping`.
 
@@ -89,6 +91,8 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
         async_save: bool = True,
         keep: int | None = 3,
         optimizers: training_state.Optimizers = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         for name, value in (("every_steps", every_steps), ("every_epochs", every_epochs)):
@@ -99,7 +103,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ker
                 "A CheckpointCallback needs every_steps or every_epochs, or both. Received: every_steps=None, "
                 "every_epochs=None"
             )
-        self.manager = CheckpointManager(directory, keep=keep)
+        self.manager = CheckpointManager(directory, keep=keep, storage_options=storage_options)
         self.every_steps = every_steps
         self.every_epochs = every_epochs
         self.async_save = async_save

@@ -35,6 +35,18 @@ def name_of(step: int, generation: int) -> str:
     return f"step-{step:08d}" + (f".{generation}" if generation else "")
 
 
+def parse(name: str) -> tuple[int, int] | None:
+    """Return step and generation of a checkpoint from the name of its directory; None for other names.
+
+    >>> parse("step-00000012.1"), parse("step-12")
+    ((12, 1), None)
+    """
+    match = _NAME.fullmatch(name)
+    if match is None or name_of(int(match[1]), int(match[2] or 0)) != name:
+        return None
+    return int(match[1]), int(match[2] or 0)
+
+
 def temporary_name(step: int) -> str:
     """Return the name of a checkpoint's directory until the checkpoint is committed."""
     return f"{_TEMPORARY}{name_of(step, 0)}"
@@ -47,12 +59,9 @@ def is_temporary(name: str) -> bool:
 
 def checkpoints(root: pathlib.Path) -> list[tuple[int, int]]:
     """Return step and generation of each checkpoint in a directory, in order."""
-    found = []
+    found: list[tuple[int, int]] = []
     with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(root):
-            match = _NAME.fullmatch(name)
-            if match is not None and name_of(int(match[1]), int(match[2] or 0)) == name:
-                found.append((int(match[1]), int(match[2] or 0)))
+        found = [parsed for name in os.listdir(root) if (parsed := parse(name)) is not None]
     return sorted(found)
 
 

@@ -1,25 +1,29 @@
-"""CheckpointManager: training runs to disk and back. A checkpoint is complete or absent (writer.py says why)."""
+"""CheckpointManager: training runs to disk and back. A checkpoint is complete or absent."""
 
 import atexit
 import os
 import pathlib
 import sys
 import threading
-from collections.abc import Callable
-from typing import NoReturn
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.checkpoints import files, reduction_state, training_state
+from tfshard.checkpoints import files, reduction_state, remote_files, training_state
+from tfshard.checkpoints.local_store import LocalStore
 from tfshard.checkpoints.manifest import Position
 from tfshard.checkpoints.reader import Checkpoint
+from tfshard.checkpoints.remote_store import RemoteStore
+from tfshard.checkpoints.stores import Store
 from tfshard.checkpoints.training_state import Optimizers
 from tfshard.checkpoints.writer import Snapshot, Writing
 from tfshard.devices import clients, process_lock
-from tfshard.errors import CheckpointError, CheckpointMismatchError
+from tfshard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from tfshard.training import datasets
 
 
@@ -32,11 +36,19 @@ class CheckpointManager:
     gathered.
 
     Args:
-        directory: The directory of the checkpoints of one training run; several clients share the directory.
+        directory: The directory of the checkpoints of one training run; several clients share the directory. A path, or
+            the URL of a remote directory, such as `"gs://bucket/run"`, `"s3://bucket/run"` or `"hdfs://host/run"`.
         keep: How many steps are kept; older steps are deleted after a newer step is committed. None: all.
+        storage_options: Keyword arguments of the fsspec file system of a remote directory, such as credentials.
+        read_only: True to restore only. A remote directory is not written to, not even to check that it can be.
+
+    Attributes:
+        directory: The directory: a `pathlib.Path`, or the URL of a remote directory.
 
     Raises:
         CheckpointError: A wrong argument.
+        CheckpointStorageError: A remote directory cannot be used: a package is missing, the credentials are wrong, or
+            the bucket does not exist.
 
     Example:
 
@@ -57,13 +69,30 @@ class CheckpointManager:
     True
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int | None = 3,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        read_only: bool = False,
+    ):
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise CheckpointError(f"keep must be a positive integer, or None to keep all. Received: keep={keep!r}")
-        if not isinstance(directory, (str, os.PathLike)) or "://" in str(directory):
-            raise CheckpointError(f"directory must be a path on a local file system. Received: directory={directory!r}")
-        self.directory = pathlib.Path(directory)
+        if not isinstance(directory, (str, os.PathLike)):
+            raise CheckpointError(f"directory must be a path or a URL. Received: directory={directory!r}")
+        if remote_files.is_url(directory):
+            self._store: Store = RemoteStore(str(directory), storage_options, writes=not read_only)
+        elif storage_options:
+            raise CheckpointError(
+                "storage_options belong to a remote directory, such as 'gs://bucket/run'. Received: "
+                f"directory={str(directory)!r}, storage_options for {sorted(storage_options)}"
+            )
+        else:
+            self._store = LocalStore(remote_files.local_path(directory))
+        self.directory = self._store.directory
         self.keep = keep
+        self.read_only = read_only
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -72,7 +101,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Return the committed steps, in order."""
-        return sorted(files.committed(self.directory))
+        return sorted(self._store.committed())
 
     def latest_step(self) -> int | None:
         """Return the highest committed step, or None."""
@@ -86,7 +115,7 @@ class CheckpointManager:
         iterator: object = None,
         optimizers: Optimizers = None,
         wait: bool = True,
-    ) -> pathlib.Path:
+    ) -> pathlib.Path | str:
         """Write a checkpoint. Saving a step again replaces its checkpoint atomically.
 
         With several clients, each client calls `save`.
@@ -105,7 +134,7 @@ class CheckpointManager:
                 for it.
 
         Returns:
-            The checkpoint's directory, which does not exist yet with `wait=False`.
+            The checkpoint's directory, a path or a URL, which does not exist yet with `wait=False`.
 
         Raises:
             CheckpointError: The checkpoint cannot be written, or the previous checkpoint, with `wait=False`, could not.
@@ -128,7 +157,7 @@ class CheckpointManager:
         states: list[tf.Tensor],
         optimizers: Optimizers = None,
         wait: bool,
-    ) -> pathlib.Path:
+    ) -> pathlib.Path | str:
         """`save`, with the position in the data and the states of iterators, which are restored in this order."""
         self.wait()
         training_state.check_built(model)
@@ -143,13 +172,15 @@ class CheckpointManager:
         states: list[tf.Tensor],
         optimizers: Optimizers,
         wait: bool,
-    ) -> pathlib.Path:
+    ) -> pathlib.Path | str:
         if isinstance(step, (bool, np.bool_)) or not isinstance(step, (int, np.integer)) or step < 0:
             raise CheckpointError(f"step must be an integer, 0 or larger. Received: step={step!r}")
         step = int(step)
+        if self.read_only:
+            raise CheckpointError("A CheckpointManager with read_only=True does not save. Received: read_only=True")
         training_state.build_optimizers(model, training_state.optimizers(model, optimizers))
         variables = training_state.collect(model, named=training_state.optimizers(model, optimizers))
-        writing = Writing(self.directory, self.keep, step)
+        writing = Writing(self._store, self.keep, step)
         try:
             writing.begin([variable.key for variable in variables])
             with process_lock.held():
@@ -164,6 +195,7 @@ class CheckpointManager:
             # Not a daemon thread: a program that ends waits for its last checkpoint.
             _look_at_the_end()
             self._thread = threading.Thread(target=self._write, args=(writing, snapshot), name="tfshard-checkpoint")
+            _threads.add(self._thread)
             self._thread.start()
         return writing.final
 
@@ -209,7 +241,7 @@ class CheckpointManager:
             CheckpointError: No such checkpoint exists.
             CheckpointCorruptError: The manifest is damaged, or files are missing, too many or of the wrong size.
         """
-        there = files.committed(self.directory)
+        there = self._store.committed()
         if step is None:
             step = max(there, default=None)
         if step not in there:
@@ -217,7 +249,7 @@ class CheckpointManager:
                 f"The checkpoint does not exist. Steps in '{self.directory}': {sorted(there)}. Received: step={step!r}"
             )
         assert step is not None
-        return Checkpoint.open(self.directory / files.name_of(step, there[step]))
+        return Checkpoint.open(self._store, files.name_of(step, there[step]))
 
     def restore(
         self, model: keras.Model, step: int | None = None, *, iterator: object = None, optimizers: Optimizers = None
@@ -265,7 +297,7 @@ class CheckpointManager:
         variables = training_state.collect(model, named=named)
         left_out = optimizers is not None and not isinstance(optimizers, keras.optimizers.Optimizer) and not optimizers
         mismatches = checkpoint.mismatches(variables, {each.name for each in named}, left_out=left_out)
-        problems = checkpoint.problems()
+        problems = self._problems(checkpoint)
         checkpoint._raise_corrupt(problems + (mismatches if problems else []))
         if mismatches:
             raise CheckpointMismatchError(
@@ -277,6 +309,21 @@ class CheckpointManager:
         with process_lock.held():
             self._restore_variables(checkpoint, model, named, optimizers)
         clients.here().continue_steps("training step", checkpoint.step)
+
+    def _problems(self, checkpoint: Checkpoint) -> list[str]:
+        """Return the faults of a checkpoint. Clients that read from a remote directory divide the work."""
+        here = clients.here()
+        if not self._store.shares_verification or here.count == 1:
+            return checkpoint.problems()
+        problems = checkpoint.problems(here.rank, here.count)
+        # A fault that one client finds stops all of them before the first variable changes.
+        here.agree(
+            f"the verification of the checkpoint of step {checkpoint.step}", {"faults": problems[:10]},
+            error=CheckpointCorruptError,
+            hint="The checkpoint is damaged, and nothing was restored. Restore another step "
+            f"(CheckpointManager.steps() lists them). Received: {checkpoint.directory}",
+        )  # fmt: skip
+        return problems
 
     def _restore_variables(
         self,
@@ -303,6 +350,7 @@ class CheckpointManager:
 
 # Strong references: the failure of an unreferenced manager is reported, too.
 _failed: set[CheckpointManager] = set()
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 _exit_code = 0
 _looks = False
 
@@ -314,6 +362,13 @@ def _look_at_the_end() -> None:
     if not _looks:
         _looks = True
         atexit.register(_tell)
+        # A remote file system may need Python's thread pools, which end before the threads of a program do.
+        _private.before_executors_end(_wait_for_threads)
+
+
+def _wait_for_threads() -> None:
+    for thread in list(_threads):
+        thread.join()
 
 
 def _tell() -> None:

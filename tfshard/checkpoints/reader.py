@@ -6,9 +6,6 @@ host.
 """
 
 import itertools
-import os
-import pathlib
-import stat
 from collections.abc import Iterable, Iterator, Sequence, Set
 
 import keras
@@ -16,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfshard import _private
-from tfshard.checkpoints import files, held_shards, manifest, training_state
+from tfshard.checkpoints import bundles, files, held_shards, manifest, training_state
 from tfshard.checkpoints.manifest import Manifest, Position, StoredShard, StoredVariable
+from tfshard.checkpoints.stores import READ_ERRORS, Store
 from tfshard.checkpoints.training_state import StateVariable
 from tfshard.devices import checksums, clients
 from tfshard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
@@ -38,13 +36,15 @@ class Checkpoint:
     """A committed checkpoint.
 
     Attributes:
-        directory: The directory of the checkpoint.
+        directory: The directory of the checkpoint: a path, or the URL of a remote directory.
         manifest: The contents, a `tfshard.checkpoints.manifest.Manifest`.
     """
 
-    def __init__(self, directory: pathlib.Path, found: Manifest):
-        self.directory = directory
+    def __init__(self, store: Store, name: str, found: Manifest):
+        self.directory = store.place(name)
         self.manifest = found
+        self._store = store
+        self._name = name
 
     @property
     def step(self) -> int:
@@ -60,43 +60,38 @@ class Checkpoint:
         return f"<Checkpoint step={self.step} in '{self.directory}'>"
 
     @classmethod
-    def open(cls, directory: pathlib.Path) -> "Checkpoint":
+    def open(cls, store: Store, name: str) -> "Checkpoint":
         """Read a manifest and check that exactly the files that it names exist.
 
         Raises:
             CheckpointCorruptError: A file is wrong; the message names every fault.
         """
+        directory = store.place(name)
         try:
-            if not stat.S_ISDIR(os.lstat(directory).st_mode):
-                raise CheckpointCorruptError(
-                    f"A checkpoint must be a directory, and not a link to one. Received: {directory}"
-                )
-            with files.open_regular(directory / files.MANIFEST) as file:
-                content = file.read(manifest.MAX_BYTES + 1)
+            content = store.manifest(name, manifest.MAX_BYTES + 1)
         except OSError as error:
             raise CheckpointCorruptError(
                 f"The manifest of a checkpoint cannot be read: {error.strerror or error}. Received: {directory}"
             ) from error
-        found = cls(directory, manifest.decode(content, str(directory / files.MANIFEST)))
+        found = cls(store, name, manifest.decode(content, f"{directory}/{files.MANIFEST}"))
         found._raise_corrupt(found._file_problems())
         return found
 
     def _file_problems(self) -> list[str]:
         problems = []
-        if self.directory.name != files.name_of(self.manifest.step, self.manifest.generation):
+        if self._name != files.name_of(self.manifest.step, self.manifest.generation):
             problems.append(f"it was written as {files.name_of(self.manifest.step, self.manifest.generation)}")
-        with os.scandir(self.directory) as entries:
-            present = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+        present = self._store.sizes(self._name)
         del present[files.MANIFEST]
         for name in sorted(present.keys() - self.manifest.files.keys()):
             problems.append(f"file '{name}' does not belong to it")
         for name, file in self.manifest.files.items():
             if name not in present:
                 problems.append(f"file '{name}' is missing")
-            elif not stat.S_ISREG(present[name].st_mode):
+            elif present[name] is None:
                 problems.append(f"file '{name}' is not a regular file")
-            elif present[name].st_size != file.bytes:
-                problems.append(f"file '{name}' has {present[name].st_size} bytes instead of {file.bytes}")
+            elif present[name] != file.bytes:
+                problems.append(f"file '{name}' has {present[name]} bytes instead of {file.bytes}")
         claimed = sum(self._bytes(stored, shard.box) for stored, shard in self._stored_shards())
         held = sum(file.bytes for file in self.manifest.files.values() if file.sha256 is None)
         if claimed != held:
@@ -128,21 +123,20 @@ class Checkpoint:
         """
         self._raise_corrupt(self.problems())
 
-    def problems(self) -> list[str]:
-        """Return the faults that `verify` reports."""
+    def problems(self, share: int = 0, shares: int = 1) -> list[str]:
+        """Return the faults that `verify` reports, or those in one of several shares of the data."""
         problems = self._file_problems()
         for name, file in self.manifest.files.items():
             if file.sha256 is None:
                 continue
             try:
-                with files.open_regular(self.directory / name) as opened:
-                    if files.sha256(opened) != file.sha256:
-                        problems.append(f"file '{name}' has another checksum")
+                if self._store.sha256(self._name, name) != file.sha256:
+                    problems.append(f"file '{name}' has another checksum")
             except OSError as error:
                 problems.append(f"file '{name}' cannot be read: {error}")
         if problems:
             return problems  # TensorFlow must not read files that are known to be wrong.
-        for chunk in self._chunks():
+        for chunk in itertools.islice(self._chunks(), share, None, shares):
             try:
                 arrays: Iterable[np.ndarray | None] = self._read(
                     [(key, stored, shard.box) for key, stored, shard in chunk]
@@ -183,19 +177,11 @@ class Checkpoint:
 
     def _read(self, wanted: Sequence[tuple[str, StoredVariable, Box]]) -> list[np.ndarray]:
         try:
-            # On the host, because an operation that fails on a mesh leaves the mesh unusable.
-            with tf.device("CPU:0"):
-                tensors = tf.raw_ops.RestoreV2(
-                    prefix=str(self.directory / files.DATA),
-                    tensor_names=[key for key, _, _ in wanted],
-                    shape_and_slices=[files.spec(stored.shape, box) for _, stored, box in wanted],
-                    dtypes=[tf.as_dtype(stored.dtype) for _, stored, _ in wanted],
-                )
-        except tf.errors.OpError as error:
+            return self._store.read(self._name, wanted)
+        except READ_ERRORS as error:
             raise CheckpointCorruptError(
                 f"The data of the checkpoint of step {self.step} cannot be read. Received: {self.directory}"
             ) from error
-        return [np.asarray(tensor) for tensor in tensors]
 
     def read(self, key: str, box: Box | None = None) -> np.ndarray:
         """Return a variable, or a box of it, as an array."""
@@ -285,13 +271,9 @@ class Checkpoint:
                 f"all clients share one position, and any number of clients can resume. Received: {self.directory}"
             )
         try:
-            with tf.device("CPU:0"):
-                states = tf.raw_ops.RestoreV2(
-                    prefix=str(self.directory / files.iterator_prefix(clients.here().rank % saved)),
-                    tensor_names=[files.state_name(i) for i in range(len(iterators))],
-                    shape_and_slices=[""] * len(iterators),
-                    dtypes=[tf.variant] * len(iterators),
-                )
+            prefix = files.iterator_prefix(clients.here().rank % saved)
+            with tf.device("CPU:0"), self._store.bundle(self._name, prefix) as path:
+                states = bundles.read_states(path, len(iterators))
                 for iterator, state in zip(iterators, states, strict=True):
                     datasets.restore_iterator(iterator, state)
         except tf.errors.OpError as error:

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
@@ -198,6 +198,11 @@ class _Keys:
         key = f"{kind}/{name}"
         self._used[key] += 1
         return key if self._used[key] == 1 else f"{key}#{self._used[key]}"
+
+
+def path_names(model: keras.Model) -> Callable[[str], str]:
+    """Return a function of the paths of a model's variables: the same paths in an equal model of another process."""
+    return _Keys(model).path
 
 
 def check_built(model: keras.Model) -> None:

@@ -1,21 +1,11 @@
 """Snapshot and Writing: a training run to a checkpoint.
 
-# Note: why a checkpoint is complete or absent
-
-The writer writes everything to a directory with a temporary name and syncs it. Then one rename gives the directory its
-name. A directory named `step-...` is therefore complete, whenever the process was killed. Saving a step again makes a
-new generation, `step-00000012.1`, and the highest generation wins: at every moment, the old or the new generation
-exists. The writer renames a directory to a temporary name before deleting it.
-
 The data are in TensorFlow's tensor-bundle format, with each variable in its full shape. `tf.train.load_checkpoint`
-reads them.
+reads them. `local_store` and `remote_store` say why a checkpoint is complete or absent.
 """
 
 import dataclasses
-import fcntl
-import os
 import pathlib
-import shutil
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,7 +14,8 @@ import tensorflow as tf
 
 from tfshard import __version__, _private
 from tfshard.checkpoints import files, held_shards, manifest
-from tfshard.checkpoints.manifest import Manifest, Position, StoredFile, StoredShard, StoredVariable
+from tfshard.checkpoints.manifest import Manifest, Position, StoredShard, StoredVariable
+from tfshard.checkpoints.stores import Store
 from tfshard.checkpoints.training_state import StateVariable
 from tfshard.devices import checksums, clients
 from tfshard.errors import CheckpointError
@@ -32,7 +23,6 @@ from tfshard.training.strategy import ShardedStrategy
 
 # How long a client waits for the shards of the others.
 _CLIENTS_SECONDS = 1800
-_POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,18 +81,16 @@ def _plan(model: keras.Model) -> dict[str, object]:
 class Writing:
     """The writing of one checkpoint, in steps that any thread can do after `begin`."""
 
-    def __init__(self, root: pathlib.Path, keep: int | None, step: int):
-        self.root = root
+    def __init__(self, store: Store, keep: int | None, step: int):
+        self.store = store
         self.keep = keep
         self.step = step
-        self.temporary = root / files.temporary_name(step)
+        self.attempt = store.attempt(step)
         self._here = clients.here()
-        self._lock: int | None = None
-        self._generation = 0
 
     @property
-    def final(self) -> pathlib.Path:
-        return self.root / files.name_of(self.step, self._generation)
+    def final(self) -> pathlib.Path | str:
+        return self.attempt.place
 
     def begin(self, keys: Sequence[str]) -> None:
         """Prepare the directory: the first client removes leftovers of earlier writers, the others wait for it.
@@ -111,36 +99,14 @@ class Writing:
             keys: The keys of the variables, equal on all clients.
         """
         if self._here.rank == 0:
-            files.make(self.root)
-            self._take_lock()
-            for name in os.listdir(self.root):
-                if files.is_temporary(name):
-                    shutil.rmtree(self.root / name)
-            os.mkdir(self.temporary)
+            self.attempt.begin()
         told = {"variables": len(keys), "their names": checksums.of_text("\n".join(keys))}
         self._here.agree(f"checkpoint-{self.step}", told, error=CheckpointError)
-        there = files.committed(self.root)
-        self._generation = there[self.step] + 1 if self.step in there else 0
-
-    def _take_lock(self) -> None:
-        self._lock = os.open(self.root / files.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            self._lock = None
-            raise CheckpointError(
-                "Another process, or another CheckpointManager, is saving to this directory. Give each training run "
-                f"a separate directory. Received: directory='{self.root}'"
-            ) from None
+        self.attempt.join(self._here.rank)
 
     def end(self, *, failed: bool) -> None:
-        """Release the lock. After a failure, delete the temporary directory as far as possible."""
-        if self._lock is not None:
-            if failed:
-                shutil.rmtree(self.temporary, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = None
+        """Let others write. After a failure, delete what was written, as far as possible."""
+        self.attempt.end(failed=failed)
 
     def run(self, snapshot: Snapshot) -> None:
         """Write and commit the checkpoint, and delete the steps that `keep` does not keep."""
@@ -156,28 +122,14 @@ class Writing:
 
     def _write_shards(self, snapshot: Snapshot) -> dict[str, StoredVariable]:
         """Write this client's boxes and iterator states to separate files."""
-        names, specs, tensors = [], [], []
         found: dict[str, list[StoredShard]] = {}
         for shard in snapshot.held:
-            array = shard.array()
             found.setdefault(shard.variable.key, []).append(
-                StoredShard(box=shard.box, checksum=checksums.of_array(array))
+                StoredShard(box=shard.box, checksum=checksums.of_array(shard.array()))
             )
-            names.append(shard.variable.key)
-            specs.append(files.spec(shard.variable.shape, shard.box))
-            tensors.append(shard.tensor if shard.is_tensor else tf.constant(array))
-        with tf.device("CPU:0"):
-            if names:
-                tf.raw_ops.SaveV2(
-                    prefix=str(self._prefix()), tensor_names=names, shape_and_slices=specs, tensors=tensors
-                )
-            if snapshot.position is not None and self._here.rank < snapshot.position.clients:
-                tf.raw_ops.SaveV2(
-                    prefix=str(self.temporary / files.iterator_prefix(self._here.rank)),
-                    tensor_names=[files.state_name(i) for i in range(len(snapshot.states))],
-                    shape_and_slices=[""] * len(snapshot.states),
-                    tensors=snapshot.states,
-                )
+        self.attempt.write_shards(self._here.rank, self._here.count, snapshot.held, self._wait_for)
+        if snapshot.position is not None and self._here.rank < snapshot.position.clients:
+            self.attempt.write_states(files.iterator_prefix(self._here.rank), snapshot.states)
         stored = {}
         for variable in snapshot.variables:
             layout = getattr(variable.value, "layout", None)
@@ -192,43 +144,25 @@ class Writing:
             )
         return stored
 
-    def _prefix(self) -> pathlib.Path:
-        single = self._here.count == 1
-        return self.temporary / (files.DATA if single else files.part_prefix(self._here.rank))
-
     # --- several clients: they meet in the directory, because a collective in this thread would meet the collectives of
     # a step
 
     def _publish(self, stored: dict[str, StoredVariable]) -> None:
         """Tell the first client which boxes this client wrote."""
-        rank = self._here.rank
-        for prefix in (files.part_prefix(rank), files.iterator_prefix(rank)):
-            for path in files.with_prefix(self.temporary, prefix):
-                files.sync(path)
-        files.publish(self.temporary / files.part_list(rank), manifest.encode_part(stored))
+        self.attempt.publish(self._here.rank, manifest.encode_part(stored))
 
     def _gather(self) -> dict[str, StoredVariable]:
         """Return the variables with the boxes of all clients, and merge their data into one bundle."""
-        ranks = range(self._here.count)
-        lists = [self.temporary / files.part_list(rank) for rank in ranks]
-        self._wait_for(lambda: all(each.exists() for each in lists), "the shards of the other clients")
-        stored = manifest.decode_parts([each.read_bytes() for each in lists], str(self.temporary))
-        for each in lists:
-            os.unlink(each)
-        parts = [self.temporary / files.part_prefix(rank) for rank in ranks]
-        with tf.device("CPU:0"):
-            tf.raw_ops.MergeV2Checkpoints(
-                checkpoint_prefixes=[str(part) for part in parts if files.holds_tensors(part)],
-                destination_prefix=str(self.temporary / files.DATA),
-                delete_old_dirs=False,
-            )
-        return stored
+        count = self._here.count
+        self._wait_for(lambda: self.attempt.has_published(count), "the shards of the other clients")
+        return manifest.decode_parts(self.attempt.gather(count), str(self.final))
 
     def _await_commit(self) -> None:
         self._wait_for(
-            lambda: self.final.exists() or not self.temporary.exists(), "the first client to commit the checkpoint"
+            lambda: self.attempt.is_committed() or self.attempt.is_given_up(),
+            "the first client to commit the checkpoint",
         )
-        if not self.final.exists():
+        if not self.attempt.is_committed():
             raise CheckpointError(f"The first client did not commit the checkpoint. Received: {self.final}")
 
     def _wait_for(self, there: Callable[[], bool], what: str) -> None:
@@ -237,44 +171,32 @@ class Writing:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"Waited {_CLIENTS_SECONDS} seconds for {what}. All clients must save to one directory that each "
-                    f"client can read. Received: directory='{self.root}'"
+                    f"client can read. Received: directory='{self.store.directory}'"
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self.store.poll_seconds)
 
     # --- the first client
 
     def _commit(self, snapshot: Snapshot, stored: dict[str, StoredVariable]) -> None:
-        written_files = {}
-        for path in sorted(self.temporary.iterdir()):
-            files.sync(path)
-            digest = None
-            if manifest.needs_sha256(path.name):
-                with open(path, "rb") as file:
-                    digest = files.sha256(file)
-            written_files[path.name] = StoredFile(bytes=path.stat().st_size, sha256=digest)
         written = Manifest(
             step=self.step,
-            generation=self._generation,
+            generation=self.attempt.generation,
             versions=_versions(),
             plan=snapshot.plan,
             position=snapshot.position,
             variables=stored,
-            files=written_files,
+            files=self.attempt.files(),
         )
-        files.write(self.temporary / files.MANIFEST, manifest.encode(written))
-        files.sync(self.temporary)
-        # Before this rename nothing is committed; after it, everything is.
-        os.rename(self.temporary, self.final)
-        files.sync(self.root)
+        self.attempt.commit(manifest.encode(written))
 
     def _prune(self) -> None:
-        there = files.committed(self.root)
+        there = self.store.committed()
         # A run that resumed from an older step still has the later steps, so the step just saved must be kept
         # explicitly.
         kept = {self.step, *(sorted(there)[-self.keep :] if self.keep is not None else there)}
-        for step, generation in files.checkpoints(self.root):
+        for step, generation in self.store.checkpoints():
             if step not in kept or generation != there[step]:
-                files.remove(self.root / files.name_of(step, generation))
+                self.store.remove(files.name_of(step, generation))
 
 
 def _versions() -> dict[str, str]:

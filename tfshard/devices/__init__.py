@@ -20,9 +20,13 @@ A *client* is one of several processes that train together. A single process is 
     gpus          NVIDIA GPUs of the machine, their links, and NCCL
     device_memory the memory of a device, as the system and the driver tell it
     tasks         the TensorFlow cluster task of each client
+    cluster_members   joins the run of a cluster that started this process itself
     clients       the clients of a run, their agreements and joint operations
     process_lock  the lock that lets one thread of a process use the mesh
     channel       the control channel of a launched run: authenticated messages
+    key_exchange  two ends of a connection agree on a key
+    enrolment     hands the run's secret to members that have none
+    visible_gpus  the GPUs that each client of a host sees
     checksums     CRC-32 of values to compare
     gathers       the collective for a gather on each mesh
     merges        the all-reduces to merge
@@ -33,6 +37,6 @@ A *client* is one of several processes that train together. A single process is 
 
 from tfshard.devices.batching import InputShard
 from tfshard.devices.mesh import create_mesh
-from tfshard.devices.startup import Runtime, initialize
+from tfshard.devices.startup import Runtime, initialize, shutdown
 
-__all__ = ["InputShard", "Runtime", "create_mesh", "initialize"]
+__all__ = ["InputShard", "Runtime", "create_mesh", "initialize", "shutdown"]

@@ -4,6 +4,9 @@ Both ends send a magic word and a nonce. Each direction of the connection has a 
 the two nonces, so a recorded connection cannot be replayed. Then each message is a frame: its length, the HMAC-SHA256
 of its number and text, and its text (JSON). A frame with a wrong HMAC closes the connection before its text is parsed.
 The channel encrypts nothing: messages hold step numbers, checksums and error texts.
+
+A member without a secret begins with another magic word. The two ends then make a key for this connection by a key
+exchange (key_exchange.py), over which the server hands out the run's secret once to each member (enrolment.py).
 """
 
 import dataclasses
@@ -16,11 +19,15 @@ import queue
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+from tfshard.devices.key_exchange import PUBLIC_BYTES, BadPublicValueError, KeyExchange
 from tfshard.errors import LaunchError
 
 _MAGIC = b"tfshard1"
+_EXCHANGE_MAGIC = b"tfshardX"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _HEADER = struct.Struct(">I")
@@ -30,6 +37,8 @@ _FRAME_BYTES = 1 << 26
 _HANDSHAKE_SECONDS = 10.0
 _SEND_SECONDS = 10
 _MAX_STRANGERS = 64
+# A dead connection is given up after about this time, in s: keepalives, and data that nobody acknowledges.
+_DEAD_SECONDS = 20
 
 
 class ControlError(Exception):
@@ -45,29 +54,76 @@ class Connection:
     """One end of a connection. Messages are JSON objects.
 
     Any thread may send. Only one thread receives.
+
+    Attributes:
+        peer_address: The IP address of the other end.
+        own_address: The IP address of this end.
+        is_exchange: True if the two ends share no secret and made a key for this connection alone.
     """
 
-    def __init__(self, sock: socket.socket, secret: str, *, is_server: bool):
+    def __init__(self, sock: socket.socket, secret: str | None, *, is_server: bool, may_exchange: bool = False):
+        """Begin to talk.
+
+        Args:
+            sock: The connected socket.
+            secret: The run's secret. None, at a client, for a key exchange.
+            is_server: True at the end that accepted the connection.
+            may_exchange: True if this server exchanges keys with clients that have no secret.
+
+        Raises:
+            OSError: The connection is closed.
+            ControlError: The peer does not speak the protocol, or one end has no secret and the other one does.
+        """
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         self._socket = sock
         self._lock = threading.Lock()
         self._sent = self._received = 0
-        self.peer_address = sock.getpeername()[0]
+        self.peer_address, self.own_address = sock.getpeername()[0], sock.getsockname()[0]
         sock.settimeout(_HANDSHAKE_SECONDS)
         nonce = os.urandom(_NONCE_BYTES)
-        sock.sendall(_MAGIC + nonce)
+        sock.sendall((_EXCHANGE_MAGIC if secret is None else _MAGIC) + nonce)
         opening = self._read(len(_MAGIC) + _NONCE_BYTES)
-        if opening[: len(_MAGIC)] != _MAGIC:
+        magic, theirs = opening[: len(_MAGIC)], opening[len(_MAGIC) :]
+        self.is_exchange = secret is None or (may_exchange and magic == _EXCHANGE_MAGIC)
+        if magic == _EXCHANGE_MAGIC and not self.is_exchange:
+            raise ControlError("It has no secret, and this run has one: set TFSHARD_SECRET on all members.")
+        if magic not in (_MAGIC, _EXCHANGE_MAGIC):
             raise ControlError("It does not speak the protocol of tfshard's control channel.")
-        theirs = opening[len(_MAGIC) :]
         nonces = (theirs + nonce) if is_server else (nonce + theirs)
-        keys = [hmac.digest(secret.encode(), word + nonces, hashlib.sha256) for word in (b"to server", b"to client")]
+        key = self._exchanged(nonces) if secret is None or self.is_exchange else secret.encode()
+        keys = [hmac.digest(key, word + nonces, hashlib.sha256) for word in (b"to server", b"to client")]
         self._receive_key, self._send_key = keys if is_server else keys[::-1]
+        self._pad = hmac.digest(key, b"the run's secret" + nonces, hashlib.sha256)
+
+    def _exchanged(self, nonces: bytes) -> bytes:
+        exchange = KeyExchange()
+        self._socket.sendall(exchange.public)
+        try:
+            return exchange.key(self._read(PUBLIC_BYTES), nonces)
+        except BadPublicValueError as error:
+            raise ControlError(str(error)) from None
+
+    def sealed(self, secret: str) -> str:
+        """Return a secret of 32 bytes in hexadecimal digits, encrypted for the other end. Call this once."""
+        return bytes(a ^ b for a, b in zip(bytes.fromhex(secret), self._pad, strict=True)).hex()
+
+    def unsealed(self, text: str) -> str:
+        """Return the secret that the other end `sealed`."""
+        return self.sealed(text)
+
+    def notice_a_dead_peer(self) -> None:
+        """Close this connection some 20 s after the other machine or the network is gone (Linux)."""
+        sock = self._socket
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_SECONDS // 4)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_SECONDS // 4)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_SECONDS * 1000)
 
     @classmethod
-    def open(cls, address: str, secret: str, timeout: float) -> "Connection":
-        """Connect to `address` (`host:port`).
+    def open(cls, address: str, secret: str | None, timeout: float) -> "Connection":
+        """Connect to `address` (`host:port`). Without a secret, make a key by a key exchange.
 
         Raises:
             OSError: Nobody listens at the address.
@@ -164,7 +220,14 @@ class Server:
         refused: The reasons for refused connections, for the log.
     """
 
-    def __init__(self, host: str, port: int, secret: str, events: "queue.Queue[Received]"):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: str,
+        events: "queue.Queue[Received]",
+        enrol: Callable[[dict[str, Any], str], str | None] | None = None,
+    ):
         """Start to listen.
 
         Args:
@@ -172,6 +235,9 @@ class Server:
             port: The port. 0 picks a free port.
             secret: The run's secret.
             events: The queue for each `Received`.
+            enrol: Hands the run's secret to clients that have none: takes a client's first message and its IP address,
+                and returns why the client does not get it, or None. Without `enrol`, such clients are refused. The
+                secret is then made by `new_secret`.
 
         Raises:
             LaunchError: The port is taken, or the address does not belong to this machine.
@@ -194,6 +260,7 @@ class Server:
         self.refused: queue.Queue[str] = queue.Queue()
         self._secret = secret
         self._events = events
+        self._enrol = enrol
         self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
         threading.Thread(target=self._accept, name="tfshard-accept", daemon=True).start()
 
@@ -221,7 +288,10 @@ class Server:
         known = False
         connection = None
         try:
-            connection = Connection(sock, self._secret, is_server=True)
+            connection = Connection(sock, self._secret, is_server=True, may_exchange=self._enrol is not None)
+            if connection.is_exchange:
+                self._hand_out(connection)
+                return
             while (message := connection.receive()) is not None:
                 if not known:
                     known = True
@@ -237,13 +307,26 @@ class Server:
             if known and connection is not None:
                 self._events.put(Received(connection=connection, message=None))
 
+    def _hand_out(self, connection: Connection) -> None:
+        assert self._enrol is not None
+        message = connection.receive()
+        if message is None:
+            return
+        reason = self._enrol(message, connection.peer_address)
+        if reason is None:
+            connection.send("enrolled", secret=connection.sealed(self._secret))
+        else:
+            self.refused.put(f"{connection.peer_address}: {reason}")
+            connection.send("refused", reason=reason)
 
-def check_private(host: str, *, allow_public: bool = False) -> str:
+
+def check_private(host: str, *, allow_public: bool = False, wait: float = 0.0) -> str:
     """Return the IP address of `host`, which must be loopback or private.
 
     Args:
         host: A name or an IP address of this machine.
         allow_public: If True, allow any address.
+        wait: The seconds to wait for the name. Clusters may publish names after the machines start.
 
     Raises:
         LaunchError: The host has no address, or a public one.
@@ -255,15 +338,22 @@ def check_private(host: str, *, allow_public: bool = False) -> str:
     ...
     tfshard.errors.LaunchError: The control channel listens on loopback and private addresses only. ...
     """
-    try:
-        address = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)[0][4][0]
-    except OSError as error:
-        raise LaunchError(f"The address of '{host}' cannot be found: {error}. Received: address={host!r}") from None
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            address = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)[0][4][0]
+            break
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(0.5)
+                continue
+            reason = str(error)
+        raise LaunchError(f"The address of '{host}' cannot be found: {reason}. Received: address={host!r}")
     ip = ipaddress.ip_address(str(address).partition("%")[0])
     if (ip.is_global or ip.is_unspecified or ip.is_multicast) and not allow_public:
         raise LaunchError(
             "The control channel listens on loopback and private addresses only. Give an address of the machine's "
-            "private network, or pass --allow_public_address if a firewall protects it; see: tfshard docs security. "
-            f"Received: address={host!r} ({ip})"
+            "private network, or pass --allow_public_address (TFSHARD_ALLOW_PUBLIC_ADDRESS=1) if a firewall protects "
+            f"it; see: tfshard docs security. Received: address={host!r} ({ip})"
         )
     return str(address)

@@ -1,9 +1,10 @@
 """The clients of a run, and the agreements and operations that this process shares with them.
 
 A process that was started alone is `Alone` and has nobody to agree with. A client of a launched run is `Launched`. Its
-launcher (leader.py, follower.py) started it with `Settings` in its environment, and `startup.initialize` makes it join
-the run before DTensor starts. From then on, the client reports its operations, and a thread sends heartbeats. When the
-connection closes, the launcher is gone, and the client ends too.
+launcher (leader.py, follower.py) started it with `Settings` in its environment, or a cluster started it and
+`cluster_members` made the settings. `startup.initialize` makes it join the run before DTensor starts. From then on,
+the client reports its operations, and a thread sends heartbeats. When the connection closes, the launcher is gone, and
+the client ends too.
 """
 
 import abc
@@ -15,6 +16,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 import traceback
 import types
 import weakref
@@ -31,6 +33,9 @@ from tfshard.errors import ClientError, InitializationError, ShardingError
 HEARTBEAT_SECONDS = 1.0
 # The exit code of a client that lost its launcher.
 LOST_EXIT_CODE = 75
+_RETRY_SECONDS = 0.5
+# In place of the error of an operation: the client has left the run.
+_LEFT = "it left the run"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,8 @@ class Settings:
         restart: The number of restarts so far.
         control: The `host:port` of the control channel.
         secret: The run's secret.
-        address: The address at which the other clients reach this client.
+        address: The address at which the other clients reach this client. Empty: the address from which it connects to
+            the control channel.
         devices_per_process: The number of devices of each client. None leaves the choice to the client.
         client_port: The port of this client's TensorFlow server. 0 picks a free port.
         first_step_timeout: The seconds that the first step, and the work before it, may take.
@@ -214,6 +220,10 @@ class Clients(abc.ABC):
             self.note_checksum(tensor, checksum)
 
     @abc.abstractmethod
+    def leave(self) -> None:
+        """Wait for the others and leave the run, in a process that goes on without them."""
+
+    @abc.abstractmethod
     def note_start(self, *, by_script: bool) -> None:
         """Record that the client has started. Unless the script asked for it, a joint operation must follow."""
 
@@ -264,6 +274,9 @@ class Alone(Clients):
     def note_checksum(self, tensor: object, checksum: int) -> None:
         pass
 
+    def leave(self) -> None:
+        pass
+
     def note_start(self, *, by_script: bool) -> None:
         pass
 
@@ -275,17 +288,26 @@ class Launched(Clients):
         settings: The client's `Settings`.
         ends_communication: Returns whether the devices of the clients cannot communicate any more after an error of an
             operation. `startup` sets it.
+        seed: Keras's random seed, from the launcher, once the client has registered.
     """
 
     is_launched = True
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, *, wait: float | None = None):
         """Connect to the launcher.
+
+        Args:
+            settings: The client's settings.
+            wait: How long to wait for a coordinator that has not started yet, in a process that a cluster started. None
+                in a process of a launcher.
 
         Raises:
             InitializationError: The launcher cannot be reached, or has another secret.
         """
-        self.settings = settings
+        self.seed = settings.seed
+        # The thread whose order all clients share: the main thread, or the thread of a function that Ray runs.
+        self._thread = threading.current_thread()
+        self._has_launcher = wait is None
         self.rank = settings.client_id
         self.count = settings.num_clients
         self.local_index = settings.local_index
@@ -298,18 +320,21 @@ class Launched(Clients):
         # The operation and error after which the devices cannot communicate.
         self._last_failure: tuple[str, str] | None = None
         self._leaving = False
+        self._end_text = ""
         self._purposes: list[str] = []
         self._has_to_meet = False
         self._steps: dict[str, int] = {}
         # The checksums of live tensors' values, by id, because tensors have no hash.
         self._checksums: dict[int, int] = {}
         try:
-            self._connection = Connection.open(settings.control, settings.secret, timeout=10.0)
+            self._connection = _connected(settings, wait or 0.0)
         except (OSError, ControlError, ValueError) as error:
             raise InitializationError(
-                f"The launcher cannot be reached on its control channel: {error}. "
-                f"Received: TFSHARD_CONTROL={settings.control}"
+                f"The launcher cannot be reached on its control channel: {error}. Received: {settings.control}"
             ) from None
+        self.settings = dataclasses.replace(settings, address=settings.address or self._connection.own_address)
+        if not self._has_launcher:
+            self._connection.notice_a_dead_peer()
         threading.Thread(target=self._receive, name="tfshard-control", daemon=True).start()
         self._report_failures()
 
@@ -339,6 +364,7 @@ class Launched(Clients):
             raise InitializationError(reply["reason"])
         # Exit functions run in reverse order, so this runs after all functions registered later.
         atexit.register(self._wait_for_others)
+        self.seed = reply["seed"]
         jobs: list[str] = reply["jobs"]
         return jobs
 
@@ -351,10 +377,10 @@ class Launched(Clients):
         hint: str = "",
         timeout: float | None = None,
     ) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if not self._is_in_order():
             raise ClientError(
-                f"Only the main thread of a client can take part in {what}: the order of other threads differs "
-                f"between clients. Received: thread '{threading.current_thread().name}'"
+                f"Only the {self._thread_name()} of a client can take part in {what}: the order of other threads "
+                f"differs between clients. Received: thread '{threading.current_thread().name}'"
             )
         number, self._agreements = self._agreements, self._agreements + 1
         wait = self.settings.first_step_timeout if timeout is None else timeout
@@ -370,8 +396,8 @@ class Launched(Clients):
     def operation(
         self, label: str, *, first: bool = False, limit: float | None = None, digest: int | None = None
     ) -> Iterator[None]:
-        # Only the main thread has an order that all clients share.
-        if self._inside or threading.current_thread() is not threading.main_thread():
+        # Other threads have no order that all clients share.
+        if self._inside or not self._is_in_order():
             yield
             return
         self._has_to_meet = False
@@ -411,6 +437,11 @@ class Launched(Clients):
     def _check_communication(self, label: str) -> None:
         if self._last_failure is not None:
             before, text = self._last_failure
+            if text is _LEFT:
+                raise ClientError(
+                    f"Client {self.rank} has left the run with tfshard.shutdown(), and cannot join another one. Start "
+                    f"a new process. Received: {label}"
+                )
             raise ClientError(
                 f"Client {self.rank} cannot go on after {before} failed: TensorFlow then aborts NCCL's communicators "
                 "between the clients, and cannot make them again in the same processes. Let the error end the script. "
@@ -419,11 +450,11 @@ class Launched(Clients):
             )
 
     def step(self, kind: str, batch: Sequence[object], first: bool) -> contextlib.AbstractContextManager[None]:
-        if self.count > 1 and threading.current_thread() is not threading.main_thread():
+        if self.count > 1 and not self._is_in_order():
             raise ClientError(
-                f"Only the main thread of a client can run a {kind}: the clients of a launched run must run their "
-                "steps in the same order, and the order of other threads differs between clients. Run it in the "
-                f"main thread. Received: thread '{threading.current_thread().name}'"
+                f"Only the {self._thread_name()} of a client can run a {kind}: the clients of a launched run must run "
+                "their steps in the same order, and the order of other threads differs between clients. Run it in that "
+                f"thread. Received: thread '{threading.current_thread().name}'"
             )
         number = self._steps[kind] = self._steps.get(kind, 0) + 1
         digest = checksums.of_text(str([self._checksums.get(id(leaf)) for leaf in batch]))
@@ -434,7 +465,7 @@ class Launched(Clients):
 
     @contextlib.contextmanager
     def purpose(self, what: str) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
+        if not self._is_in_order():
             yield
             return
         self._purposes.append(what)
@@ -457,6 +488,14 @@ class Launched(Clients):
     def note_start(self, *, by_script: bool) -> None:
         self._has_to_meet = not by_script
 
+    def _is_in_order(self) -> bool:
+        """Return whether this thread's operations have the order that all clients share."""
+        return threading.current_thread() is self._thread
+
+    def _thread_name(self) -> str:
+        is_main = self._thread is threading.main_thread()
+        return "main thread" if is_main else f"thread that called tfshard.initialize() ('{self._thread.name}')"
+
     # --- the connection -------------------------------------------------------------------------------
 
     def _send(self, kind: str, **fields: Any) -> None:
@@ -474,6 +513,9 @@ class Launched(Clients):
     def _receive(self) -> None:
         try:
             while (message := self._connection.receive()) is not None:
+                if message["kind"] == "end":
+                    self._end_text = str(message["text"])
+                    break
                 self._replies.put(message)
         except (ControlError, OSError, ValueError):
             pass  # Treat an error like a closed connection.
@@ -483,7 +525,8 @@ class Launched(Clients):
         """End the process at once. The main thread may hang in a collective, where it handles no signal or error."""
         if self._leaving:
             return
-        print(f"tfshard: client {self.settings.client_id} lost its launcher and ends.", file=sys.stderr, flush=True)
+        cause = f"ends with the run: {self._end_text}" if self._end_text else "lost its launcher and ends."
+        print(f"tfshard: client {self.settings.client_id} {cause}", file=sys.stderr, flush=True)
         os._exit(LOST_EXIT_CODE)
 
     # --- the end --------------------------------------------------------------------------------------
@@ -506,6 +549,16 @@ class Launched(Clients):
             )
         self._leaving = True
 
+    def leave(self) -> None:
+        if self._has_launcher or self._leaving:
+            return  # The end of the script tells the launcher, which also waits for the end of the process.
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._send_failure(type(error).__name__, _text_of(error))
+        self._wait_for_others()
+        self._last_failure = self._last_failure or ("the run", _LEFT)
+        self._connection.close()
+
     def _wait_for_others(self) -> None:
         """Wait for the other clients, which may still read from this client's memory in their last step."""
         if self._leaving:
@@ -521,6 +574,17 @@ class Launched(Clients):
         while self._replies.get()["kind"] != "left":
             pass  # A late reply to an abandoned agreement.
         self._leaving = True
+
+
+def _connected(settings: Settings, wait: float) -> Connection:
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            return Connection.open(settings.control, settings.secret, timeout=10.0)
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_RETRY_SECONDS)
 
 
 def _text_of(error: BaseException) -> str:
@@ -548,13 +612,18 @@ def is_to_join() -> bool:
     )
 
 
-def join(settings: Settings) -> Launched:
-    """Connect this process to its launcher. Hides the run's secret from its child processes."""
+def join(settings: Settings, *, wait: float | None = None) -> Launched:
+    """Connect this process to its launcher. Hides the run's secret from its child processes.
+
+    Args:
+        settings: The client's settings.
+        wait: How long to wait for the coordinator, in a process that a cluster started. None with a launcher.
+    """
     global _here
     assert not _here.is_launched
     for name in ("TFSHARD_CONTROL", "TFSHARD_SECRET"):
-        del os.environ[name]
-    _here = launched = Launched(settings)
+        os.environ.pop(name, None)
+    _here = launched = Launched(settings, wait=wait)
     return launched
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, startup
+from tfshard.devices import startup
 from tfshard.devices.mesh import agreed_mesh
 from tfshard.errors import InitializationError, LayoutError, MeshError
 from tfshard.layouts.axes import MeshAxes, Role, mesh_name
@@ -57,14 +57,14 @@ def get_device_count(device_type: str | None = None) -> int:
 
 def num_processes() -> int:
     """Return the number of clients of the run, also before the clients have met."""
-    settings = clients.Settings.from_environment()
-    return 1 if settings is None else settings.num_clients
+    place = startup.place_in_run()
+    return 1 if place is None else place[1]
 
 
 def process_id() -> int:
     """Return the number of this client, from 0."""
-    settings = clients.Settings.from_environment()
-    return 0 if settings is None else settings.client_id
+    place = startup.place_in_run()
+    return 0 if place is None else place[0]
 
 
 def initialize(
@@ -72,7 +72,7 @@ def initialize(
 ) -> None:
     """Start the devices: the backend of `keras.distribution.initialize`.
 
-    In a run of `tfshard launch`, the client joins the run. The arguments are compared with the run.
+    In a run of `tfshard launch` or of a cluster, the client joins the run. The arguments are compared with the run.
 
     Raises:
         InitializationError: The arguments ask for several processes, and no launcher started this one. Or they
@@ -85,21 +85,22 @@ def initialize(
             "Give one address for each process, or leave num_processes out."
         )
     count = num_processes or len(addresses) or 1
-    settings = clients.Settings.from_environment()
-    if settings is None:
+    place = startup.place_in_run()
+    if place is None:
         if count > 1:
             hosts = sorted({each.rpartition(":")[0] for each in addresses})
             flags = f"--num_processes={count}" if len(hosts) < 2 else f"--hosts={','.join(hosts)} --host_index=..."
             raise InitializationError(
-                f"keras.distribution.initialize asks for {count} processes, but no launcher started this process. "
+                f"keras.distribution.initialize asks for {count} processes, but neither a launcher nor a cluster that "
+                "tfshard knows started this process. "
                 "Without a launcher, nothing stops the others when one dies. Start the script with 'tfshard launch "
                 f"{flags} SCRIPT' (see: tfshard docs launching), and call keras.distribution.initialize() without "
                 f"arguments. Received: job_addresses={job_addresses!r}, num_processes={num_processes}, "
                 f"process_id={process_id}"
             )
-    elif num_processes not in (None, settings.num_clients) or process_id not in (None, settings.client_id):
+    elif num_processes not in (None, place[1]) or process_id not in (None, place[0]):
         raise InitializationError(
-            f"'tfshard launch' started this process as client {settings.client_id} of {settings.num_clients}. Call "
+            f"'tfshard launch' or a cluster started this process as client {place[0]} of {place[1]}. Call "
             "keras.distribution.initialize() without arguments, or unset KERAS_DISTRIBUTION_NUM_PROCESSES and "
             "KERAS_DISTRIBUTION_PROCESS_ID. Received: "
             f"num_processes={num_processes}, process_id={process_id}"
@@ -178,7 +179,7 @@ def _made(device_mesh: keras.distribution.DeviceMesh, batch: str) -> dtensor.Mes
             f"A DeviceMesh needs axes with different names, and the axis '{batch}' for the data. Axes: "
             f"{tuple(given_names)}. {received}"
         )
-    is_launched = clients.Settings.from_environment() is not None
+    is_launched = startup.place_in_run() is not None
     # On CPUs, as many logical devices as the mesh names.
     count = max(numbers) + 1 if kind == "CPU" and not is_launched else None
     started = startup.start_for("The first use of a keras.distribution.DeviceMesh", count, kind)

@@ -15,7 +15,8 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import __version__, _private, tables
-from tfshard.devices import allocators, clients, compilations, expansions, gpus, tasks
+from tfshard.clusters import ClusterRun, find_run, tf_config
+from tfshard.devices import allocators, clients, cluster_members, compilations, expansions, gpus, tasks
 from tfshard.errors import InitializationError
 
 # In TensorFlow 2.21, DTensor's all-to-all from one dim to another gives wrong values, unless one dim is the first.
@@ -87,6 +88,7 @@ def initialize(
     *,
     devices: Sequence[str] | None = None,
     memory_per_device: int | str | None = None,
+    cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
 ) -> Runtime:
     """Start DTensor on accelerators if the machine has any, else on logical CPU devices.
 
@@ -97,6 +99,9 @@ def initialize(
     describe the devices of all clients together, so a script runs both alone and launched. If the script does not call
     `initialize`, the first tensor calls it without arguments. Importing tfshard sets Keras's random seed to the same
     number on all clients, unless a seed is already set.
+
+    In a process that a cluster started (TF_CONFIG, SLURM, torchrun, Open MPI, SageMaker, Kubernetes: `tfshard docs
+    clusters`), this joins the other processes of the run in the same way. Call it at the start of the script there.
 
     Args:
         num_devices: The number of devices to use. Accelerators: all by default, including every partition of a GPU that
@@ -109,15 +114,19 @@ def initialize(
             `num_devices` and `device_type`. A mesh has the devices in this order. TensorFlow sees only these GPUs, and
             numbers them from 0: the first name is its `GPU:0`. The numbers are those of `CUDA_VISIBLE_DEVICES`; if the
             variable is set already, they count the GPUs that it lists. Not in a run started by `tfshard launch`, which
-            gives each client its GPUs.
+            gives each client its GPUs. Not run on GPUs.
         memory_per_device: The memory of a device for which `strategy="auto"` chooses: bytes, or a text such as
             `"16GiB"`. By default the memory that the driver reports, and on CPU an equal part of the host's available
             memory. It limits the choice, not TensorFlow. A later call may change it.
+        cluster_resolver: Tells the members of the run and this member, in place of environment variables. Each task of
+            its types `chief` and `worker` is a process that calls this function. Not used under `tfshard launch`.
 
     Returns:
         The `Runtime` in use.
 
     Raises:
+        ClusterError: The variables of the cluster lack something or contradict each other.
+        LaunchError: The coordinator of the cluster's run cannot be reached, or refuses this process.
         InitializationError: The device type is unknown, the machine has fewer devices than requested, a second call
             differs from the first, or TensorFlow has already fixed its devices. A name in `devices` is wrong, or
             stands twice. In a launched run: the clients differ in their devices or versions, or `devices` is given.
@@ -169,7 +178,14 @@ def initialize(
         )
     _check_switches()
     settings = clients.Settings.from_environment()
+    run = None if settings is not None else _find_run(cluster_resolver)
     if names is not None:
+        if run is not None:
+            raise InitializationError(
+                f"{run.system} started this process as one of a run of {run.num_members}, so initialize(devices=) "
+                f"cannot choose its devices. Set {gpus.VISIBLE} in the environment of each process. To run alone, set "
+                f"TFSHARD_CLUSTER=none. Received: devices={[*names]}"
+            )
         if settings is not None:
             raise InitializationError(
                 "tfshard launch gives each client its devices, so initialize(devices=) cannot choose others. Leave it "
@@ -179,9 +195,21 @@ def initialize(
         if device_type == "GPU":
             _see_only(names)
     compilations.share()
+    if run is not None:
+        cluster_members.choose_gpus(run)
     device_type = device_type or dtensor.preferred_device_type()
     if settings is not None:
-        _runtime = dataclasses.replace(_join(settings, num_devices, device_type), memory_per_device=memory)
+        local = _validate_local_devices(settings.num_clients, settings.devices_per_process, num_devices, device_type)
+        started = _start_client(clients.join(settings), local, device_type)
+        _runtime = dataclasses.replace(started, memory_per_device=memory)
+        return _runtime
+    if run is not None:
+        local = _validate_local_devices(
+            run.num_members, cluster_members.devices_per_process(), num_devices, device_type
+        )
+        client = cluster_members.join(run)
+        cluster_members.warn_of_hash_seed(run)
+        _runtime = dataclasses.replace(_start_client(client, local, device_type), memory_per_device=memory)
         return _runtime
     if os.environ.get("DTENSOR_JOBS"):
         raise InitializationError(
@@ -197,6 +225,21 @@ def initialize(
         _start(num_devices, device_type)
     _runtime = Runtime(device_type=device_type, num_devices=num_devices, devices=names, memory_per_device=memory)
     return _runtime
+
+
+def shutdown() -> None:
+    """Leave the run of a cluster, in a process that goes on afterwards, such as an actor of Ray.
+
+    Waits until all clients have come to their ends. In a `finally` block, after an error, it reports the error instead,
+    and the other clients end. Later steps of this process are a `ClientError`. Does nothing in a process that runs
+    alone or that `tfshard launch` started, where the end of the script does the same.
+
+    Example:
+
+    >>> import tfshard
+    >>> tfshard.shutdown()
+    """
+    clients.here().leave()
 
 
 def start_for(caller: str, num_devices: int | None = None, device_type: str | None = None) -> Runtime:
@@ -393,26 +436,64 @@ def _how_to_split(available: int, device_type: str) -> str:
     )
 
 
-def _join(settings: clients.Settings, num_devices: int | None, device_type: str) -> Runtime:
-    """Start DTensor as one client of a launched run, once all clients have registered."""
-    local = settings.devices_per_process
-    total = None if local is None else local * settings.num_clients
-    if num_devices is not None and (num_devices % settings.num_clients or total not in (None, num_devices)):
+def place_in_run() -> tuple[int, int] | None:
+    """Return the number of this client and the number of clients, also before they have met. None outside of a run."""
+    settings = clients.Settings.from_environment()
+    if settings is not None:
+        return settings.client_id, settings.num_clients
+    if clients.here().is_launched:
+        return clients.here().rank, clients.here().count
+    run = _find_run(None)
+    return None if run is None else (run.index, run.num_members)
+
+
+def _find_run(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> ClusterRun | None:
+    """Return the run that a cluster started this process for, or None."""
+    if clients.here().is_launched:
         raise InitializationError(
-            f"In a launched run num_devices is the number of devices of all {settings.num_clients} clients"
+            "This process has joined a run, and DTensor did not start then: see the first error. A process can join "
+            f"once. Start a new process. Received: client {clients.here().rank} of {clients.here().count}"
+        )
+    if clients.PID_VARIABLE in os.environ:
+        return None  # A process that a client started is no member of the client's run.
+    if resolver is None:
+        return find_run()
+    # SlurmClusterResolver knows its task only after this call.
+    cluster = resolver.cluster_spec().as_dict()
+    if not cluster:
+        return None
+    name = "cluster_resolver"
+    run = tf_config.of_cluster(cluster, resolver.task_type, resolver.task_id, name, (name,))
+    return run if run.num_members > 1 else None
+
+
+def _validate_local_devices(num_clients: int, local: int | None, num_devices: int | None, device_type: str) -> int:
+    """Return the number of devices of each client, before any of them waits for the others."""
+    total = None if local is None else local * num_clients
+    if num_devices is not None and (num_devices % num_clients or total not in (None, num_devices)):
+        raise InitializationError(
+            f"In a launched run num_devices is the number of devices of all {num_clients} clients"
             f"{'' if local is None else f' with {local} devices each'}. Leave it out to take the launcher's settings. "
             f"Received: num_devices={num_devices}"
         )
-    local = local or (num_devices // settings.num_clients if num_devices else None)
+    local = local or (num_devices // num_clients if num_devices else None)
     local = _validate_num_devices(local, device_type)
     if _private.context_is_initialized():
         raise InitializationError(
             "TensorFlow has already fixed its devices, so this process can no longer become a client. Import "
-            "tfshard before the first tensor, variable or model, which then starts the client."
+            "tfshard before the first tensor, variable or model, which then starts the client. In a process that a "
+            "cluster started, call tfshard.initialize() before them. To run alone there, set TFSHARD_CLUSTER=none."
         )
-    client = clients.join(settings)
+    return local
+
+
+def _start_client(client: clients.Launched, local: int, device_type: str) -> Runtime:
+    """Start DTensor in one client of a run, once all clients have registered."""
+    settings = client.settings
     versions = {name: _private.package_version(name) for name in ("tensorflow", "keras", "numpy")}
     jobs = client.register({"device type": device_type, "devices": local, "tfshard": __version__, **versions})
+    if not _private.random_seed_is_set():
+        keras.utils.set_random_seed(client.seed)
     os.environ.update(
         DTENSOR_CLIENT_ID=str(tasks.of_client(settings.client_id, settings.num_clients)),
         DTENSOR_NUM_CLIENTS=str(settings.num_clients),

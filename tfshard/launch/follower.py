@@ -13,6 +13,7 @@ from typing import Any
 from tfshard.command_line import DEFAULT_PORT
 from tfshard.devices.channel import Connection, ControlError
 from tfshard.devices.clients import Settings
+from tfshard.devices.enrolment import enrolled_secret
 from tfshard.errors import LaunchError
 from tfshard.launch.options import HOST_SECONDS, Clock, Launch, client_environment, log, shared_options
 from tfshard.launch.processes import Processes
@@ -22,10 +23,10 @@ class Follower:
     """The launcher of a host other than the first. It does what the leader says."""
 
     def __init__(self, options: Launch, received: list[int]):
-        assert options.secret is not None
         self._options = options
         self._received = received
-        self._secret = options.secret
+        # Without a secret, the leader hands one out.
+        self._secret = options.secret or ""
         self._clock = Clock()
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._processes = Processes(options.grace)
@@ -67,6 +68,11 @@ class Follower:
     def _connect(self) -> Connection:
         options = self._options
         address = f"{options.address or options.hosts[0]}:{options.port or DEFAULT_PORT}"
+        if options.secret is None:
+            assert options.identity is not None
+            self._secret = enrolled_secret(
+                address, options.host_index, options.identity, options.startup_timeout, lambda: bool(self._received)
+            )
         deadline = time.monotonic() + options.startup_timeout
         while True:
             try:

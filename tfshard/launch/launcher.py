@@ -21,7 +21,7 @@ def launch(options: Launch) -> int:
         LaunchError: The run cannot start with these options.
     """
     _log_gpus(options)
-    with _signals() as received:
+    with signals() as received:
         if options.host_index:
             return Follower(options, received).run()
         return Leader(options, received).run()
@@ -39,7 +39,7 @@ def _log_gpus(options: Launch) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def signals() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP inside the context, so the launcher can end the run in order."""
     received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -24,8 +24,17 @@ from tfshard.command_line import DEFAULT_PORT
 from tfshard.devices import channel
 from tfshard.devices.channel import Connection, Received, Server, check_private
 from tfshard.devices.clients import Settings
+from tfshard.devices.enrolment import WARNING, Enrolment
 from tfshard.launch import agreements
-from tfshard.launch.options import HOST_SECONDS, Clock, Launch, client_environment, log, shared_options
+from tfshard.launch.options import (
+    HOST_SECONDS,
+    Clock,
+    Launch,
+    client_environment,
+    log,
+    name_of_host,
+    shared_options,
+)
 from tfshard.launch.processes import Processes
 from tfshard.launch.watchdog import Failure, Watchdog, WatchedClient
 
@@ -39,7 +48,14 @@ class _Host:
     heard: float = 0.0
     running: bool = False
 
+    @property
+    def peer_address(self) -> str:
+        """The IP address of the launcher."""
+        return "" if self.connection is None else self.connection.peer_address
 
+
+# The time that a cluster may take to publish the name of its first machine, in s.
+_NAME_SECONDS = 30.0
 # The time that a dead client's last messages may take to arrive, in s.
 _LAST_WORDS = 1.0
 
@@ -76,9 +92,22 @@ class Leader:
         self._by_connection: dict[Connection, WatchedClient] = {}
         self._dead: list[_Death] = []
         self._secret = options.secret or channel.new_secret()
-        host = check_private(options.address or options.hosts[0], allow_public=options.allow_public_address)
+        self._enrolment = None
+        if options.identity is not None and options.secret is None:
+            self._enrolment = Enrolment(options.identity, self._num_members())
+            log(f"warning: {WARNING}")
+        host = check_private(
+            options.address or options.hosts[0],
+            allow_public=options.allow_public_address,
+            wait=_NAME_SECONDS if options.identity is not None else 0.0,
+        )
         port = options.port or (DEFAULT_PORT if len(options.hosts) > 1 else 0)
-        self._server = Server(host, port, self._secret, self._events)
+        enrol = None if self._enrolment is None else self._enrolment.enrol
+        self._server = Server(host, port, self._secret, self._events, enrol)
+
+    def _num_members(self) -> int:
+        """Return the number of members that need the secret, this one included."""
+        return len(self._hosts)
 
     def run(self) -> int:
         """Start and restart the clients until they end. Returns the exit code."""
@@ -113,7 +142,7 @@ class Leader:
         while missing := [host.index for host in self._hosts.values() if self._is_lost(host)]:
             self._tick()
             if self._received or self._clock.now > deadline:
-                names = [self._options.hosts[index] for index in missing]
+                names = [name_of_host(self._options, index) for index in missing]
                 return self._interrupted() or Failure(
                     text=f"The launchers of hosts {names} did not connect within "
                          f"{self._options.startup_timeout:.0f} s.",
@@ -169,7 +198,7 @@ class Leader:
             control=self._server.address,
             # The other launchers know the secret.
             secret=self._secret if client.host == 0 else "",
-            address=options.hosts[client.host],
+            address=options.hosts[client.host] or self._hosts[client.host].peer_address,
             devices_per_process=options.devices_per_process,
             client_port=options.client_port + client.local_index if options.client_port else 0,
             first_step_timeout=options.first_step_timeout,
@@ -199,6 +228,9 @@ class Leader:
         with contextlib.suppress(queue.Empty):
             while True:
                 log(f"refused a connection from {self._server.refused.get_nowait()}")
+        if self._enrolment is not None and self._enrolment.fault is not None:
+            self._watchdog.fail(self._enrolment.fault, retry=False)
+            self._enrolment.fault = None
         for process in self._processes.poll():
             assert process.status is not None
             self._ended(process.client_id, process.status, process.tail(), self._restart)
@@ -230,7 +262,7 @@ class Leader:
             if client.connection is not None:
                 client.connection.close()  # The launcher is gone, so this ends the client.
         numbers = tuple(client.client_id for client in clients)
-        name = self._options.hosts[host.index]
+        name = name_of_host(self._options, host.index)
         text = f"The launcher of host {host.index} ({name}), with clients {numbers}, {what}."
         self._watchdog.fail(text, clients=numbers)
 
@@ -331,8 +363,8 @@ class Leader:
         elif client.connection is not None or client.facts:
             reason = (
                 f"Two processes call themselves client {number}: process {client.pid} on "
-                f"{self._options.hosts[client.host]} and process {pid} on {connection.peer_address}. Each process "
-                "needs a different TFSHARD_CLIENT_ID, which 'tfshard launch' sets."
+                f"{name_of_host(self._options, client.host)} and process {pid} on {connection.peer_address}. Each "
+                "process needs a different TFSHARD_CLIENT_ID, which 'tfshard launch' sets."
             )
         elif first is not None:
             for name, value in message["facts"].items():
@@ -355,7 +387,7 @@ class Leader:
         if all(other.facts for other in clients.values()):
             jobs = [other.job for other in clients.values()]
             for each in clients.values():
-                self._reply(each, {"kind": "start", "jobs": jobs})
+                self._reply(each, {"kind": "start", "jobs": jobs, "seed": self._seed})
 
     # --- failures -------------------------------------------------------------------------------------
 

@@ -5,12 +5,14 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Mapping
 
+from tfshard.clusters.run_secret import LEAST_CHARACTERS
 from tfshard.command_line import ALLOCATORS, TIMEOUTS
+from tfshard.devices import visible_gpus
 from tfshard.devices.allocators import environment_of_system_allocator
 from tfshard.devices.clients import Settings
 from tfshard.errors import LaunchError
-from tfshard.launch import visible_gpus
 
 # A launcher counts as lost after this time without a heartbeat.
 HOST_SECONDS = 8.0
@@ -32,6 +34,8 @@ class Launch:
             ports. 0 picks free ports.
         allow_public_address: Allow a public address to listen on.
         secret: The secret that the launchers of several hosts share.
+        identity: What the launchers of a cluster's run agree on (`ClusterRun.identity`). Without a secret, the leader
+            then hands one to the other launchers. None requires a secret.
         startup_timeout: The limit from the start until every client has called `tfshard.initialize()`.
         registration_timeout: The limit from the first client's call until the last client's call.
         step_timeout: The limit for a training step, and for a client's silence.
@@ -54,6 +58,7 @@ class Launch:
     client_port: int = 0
     allow_public_address: bool = False
     secret: str | None = None
+    identity: Mapping[str, object] | None = None
     startup_timeout: float = TIMEOUTS["startup_timeout"]
     registration_timeout: float = TIMEOUTS["registration_timeout"]
     step_timeout: float = TIMEOUTS["step_timeout"]
@@ -91,10 +96,12 @@ class Launch:
         for name in ("port", "client_port"):
             if not 0 <= getattr(self, name) < 1 << 16:
                 raise LaunchError(f"{name} must be a port, or 0. Received: {name}={getattr(self, name)}")
-        if len(self.hosts) > 1 and len(self.secret or "") < 32:
+        has_exchange = self.identity is not None and self.secret is None
+        if len(self.hosts) > 1 and len(self.secret or "") < LEAST_CHARACTERS and not has_exchange:
             raise LaunchError(
-                "Launchers of several hosts need a shared secret of at least 32 characters, in the environment "
-                "variable TFSHARD_SECRET or in a file (--secret_file). Make one for each run: openssl rand -hex 32. "
+                f"Launchers of several hosts need a shared secret of at least {LEAST_CHARACTERS} characters, in the "
+                "environment variable TFSHARD_SECRET or in a file (--secret_file). Make one for each run: "
+                "openssl rand -hex 32. "
                 f"Received: {len(self.secret or '')} characters"
             )
 
@@ -104,8 +111,24 @@ class Launch:
         return visible_gpus.divided(self.num_processes, self.devices_per_process)
 
 
+def name_of_host(options: Launch, index: int) -> str:
+    """Return the name of a host for messages. Some clusters tell only the name of the first."""
+    return options.hosts[index] or f"of member {index}"
+
+
+class _Log:
+    """Prints what a launcher says, with the name of its program."""
+
+    program = "tfshard launch"
+
+
 def log(text: str) -> None:
-    print(f"tfshard launch: {text}", file=sys.stderr, flush=True)
+    print(f"{_Log.program}: {text}", file=sys.stderr, flush=True)
+
+
+def log_as(program: str) -> None:
+    """Give the lines of `log` another program's name."""
+    _Log.program = program
 
 
 class Clock:

@@ -233,6 +233,20 @@ class Watchdog:
             clients=(client.client_id,), code=exit_code(status) or 1, tail=tuple(tail),
         )  # fmt: skip
 
+    def vanished(self, client: WatchedClient) -> None:
+        """Note that a client that no launcher started closed its connection, so its process has ended."""
+        if client.left is not None:
+            self.ended(client, 0, ())
+            return
+        where = client.where()
+        client.status, client.inside = 1, False
+        if not client.reported:
+            self.fail(
+                f"Client {client.client_id} is gone{where}: its process ended without an error that tfshard saw, such "
+                "as a signal, or its machine or network failed. Its own output tells more.",
+                clients=(client.client_id,),
+            )
+
     def disconnected(self, client: WatchedClient) -> None:
         """Note that a client closed its connection. If its process does not end soon, the client is stuck."""
         if client.left is None and not client.leaving:

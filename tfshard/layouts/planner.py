@@ -1,7 +1,8 @@
 """The seam between the runtime and plans: the one module of the runtime that calls `tfshard.planning`.
 
-A training step needs no plan. `ShardedStrategy.plan`, `ParameterAnalyzer.analyze` and the lint of `compile` do; they
-come here. tests/test_design.py checks that no other module of the runtime imports `tfshard.planning`.
+A training step needs no plan. `ShardedStrategy.plan`, `ParameterAnalyzer.analyze`, the lint of `compile` and
+`strategy="auto"` do; they come here. tests/test_design.py checks that no other module of the runtime imports
+`tfshard.planning`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,10 @@ from tfshard.layouts.placement import ModelPlacement
 if TYPE_CHECKING:
     import keras
 
+    from tfshard.planning.advice import Advice as Advice
+    from tfshard.planning.advice import Candidate as Candidate
     from tfshard.planning.links import LinksLike as LinksLike
+    from tfshard.planning.machine import Machine as Machine
     from tfshard.planning.sharding_plan import ShardingPlan as ShardingPlan
 
 
@@ -29,6 +33,20 @@ def plan_placement(placement: ModelPlacement, model: "keras.Model", **settings: 
     from tfshard.planning import analyzer
 
     return analyzer.plan_placement(placement, model, **settings)
+
+
+def advise(model: "keras.Model", devices: int, memory: int, batch: int, **settings: Any) -> "Advice":
+    """Return `tfshard.advise(model, devices, memory, batch, **settings)`."""
+    from tfshard.planning import advice
+
+    return advice.advise(model, devices, memory, batch, **settings)
+
+
+def known_machine() -> "Machine | None":
+    """Return the described machine that is most like the devices of this process, or None."""
+    from tfshard.planning import known_machines
+
+    return known_machines.here()
 
 
 def check_layouts(model: "keras.Model", placement: ModelPlacement, *, automatic: bool) -> None:

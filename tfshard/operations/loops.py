@@ -58,7 +58,7 @@ def _inner_loop(mesh: dtensor.Mesh, original: layer_patch.Method) -> layer_patch
 
 def without_cudnn() -> contextlib.AbstractContextManager[None]:
     """Return a context in which Keras runs the loops of LSTM and GRU without cuDNN, or refuses `use_cudnn=True`."""
-    return replaced((_private.keras_backend, name, _refused) for name in ("lstm", "gru"))
+    return replaced((_private.keras_backend_rnn, name, _refused) for name in ("lstm", "gru"))
 
 
 def _refused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

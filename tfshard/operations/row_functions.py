@@ -174,7 +174,7 @@ _VERSIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (tf, "repeat", repeats.repeat), (tf.nn, "moments", batch_moments.moments),
     (tf.nn, "batch_normalization", batch_moments.normalize),
     (tf.nn, "sparse_softmax_cross_entropy_with_logits", _cross_entropy),
-    (_private.keras_backend.nn, "dot_product_attention", attention.dot_product_attention),
+    (_private.keras_backend_nn, "dot_product_attention", attention.dot_product_attention),
     (tf.nn, "softmax_cross_entropy_with_logits", _dense_cross_entropy),
     *((tf.nn, name, functools.partial(_activation, version)) for name, version in activations.VERSIONS.items()),
 )  # fmt: skip

@@ -35,6 +35,9 @@ from tfshard.planning.step_times import TracedStep, updated_bytes_of
 # sums. The comparison assumes that computing hid the share `_HIDDEN` of the link's saved time anyhow. Compression loses
 # precision, and encoding takes time to compute.
 _CLEARLY, _HIDDEN = 0.9, 0.5
+# With a machine, steps that take at most so many times the time of the fastest count as alike: predictions are off by
+# as much (docs/simulating.md).
+_ALIKE = 1.06
 AUTO = "auto"
 _INDIVISIBLE = "its batch axis does not divide the batch"
 
@@ -207,9 +210,10 @@ def advise(
     meshes, `create_mesh(replica=2, batch=4)`: a replica is a host, or some hosts.
 
     With `machine` (measured by `tfshard calibrate`, or described in a file), `advise` prefers the fitting mesh and
-    stage with the shortest steps. A step is the computation, repeated computation included, and the part of the
-    collectives that the computation does not hide (docs/simulating.md). `links` replaces the links of the machine.
-    If nothing fits otherwise, `advise` then considers blocks computed again at every stage, and microbatches.
+    stage with the shortest steps, or the first in the order above whose steps are at most 6% longer. A step is the
+    computation, repeated computation included, and the part of the collectives that the computation does not hide
+    (docs/simulating.md). `links` replaces the links of the machine. If nothing fits otherwise, `advise` then considers
+    blocks computed again at every stage, and microbatches.
 
     `advise` also considers pipelines (`create_mesh(pipeline=2, batch=2)`, `tfshard.pipeline`) if the model can be cut:
     with `machine` in any case, else only if nothing else fits. Their steps include the time in which pipeline ranks
@@ -343,8 +347,7 @@ def advise(
     if pipelines and (on is not None or not any(each.fits for each in candidates)):
         pipelined = step.pipelines(devices, batch, memory_per_device, has_blocks=has_blocks)
     if on is not None:
-        candidates += pipelined
-        candidates.sort(key=lambda each: math.inf if each.step_seconds is None else each.step_seconds)
+        candidates = _by_step(candidates + pipelined)
     elif known is not None:
         # Candidates with unknown times come last.
         exact = {_where(each): each for each in candidates if each.compression is None}
@@ -352,6 +355,19 @@ def advise(
     if on is None:
         candidates += pipelined  # The bubble is not in the time of collectives, so that pipelines come last.
     return _choose(candidates, activation_bytes is None and inputs is None, has_model_axis)
+
+
+def _by_step(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Sort candidates by the time of a step. Those that fit and are about as fast as the fastest come first, and keep
+    their order: the lowest stage with all devices on the batch axis before others."""
+    fitting = [each.step_seconds for each in candidates if each.fits and each.step_seconds is not None]
+    limit = _ALIKE * min(fitting, default=0.0)
+
+    def place(candidate: Candidate) -> float:
+        seconds = math.inf if candidate.step_seconds is None else candidate.step_seconds
+        return 0.0 if candidate.fits and seconds <= limit else seconds
+
+    return sorted(candidates, key=place)
 
 
 def _in_microbatches(measure: Callable[[int], list[Candidate]], most: int) -> list[Candidate]:
@@ -660,7 +676,13 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
         why = "It is the first configuration that fits"
         if chosen.step_seconds is not None:
             milliseconds = tables.milliseconds(chosen.step_seconds)
+            fastest = min(each.step_seconds for each in possible if each.fits and each.step_seconds is not None)
             why = f"Of the configurations that fit, it has the fastest steps, {milliseconds} ms"
+            if chosen.step_seconds > fastest:
+                why = (
+                    f"Its steps take {milliseconds} ms, about as long as the fastest of the configurations that fit, "
+                    f"{tables.milliseconds(fastest)} ms, and it is the first of those"
+                )
         elif chosen.collective_seconds is not None:
             why = "Of the configurations that fit, it has the fastest collectives"
         reasons = [

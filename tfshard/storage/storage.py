@@ -152,14 +152,31 @@ class Storage:
         if self._buffer is None:
             with tf.init_scope():
                 value = self._from_host(self._host)
+                zeros = self._zeros_of_small(value)
                 self._buffer = dtensor.DVariable(
-                    lambda: value,
+                    lambda: value if zeros is None else zeros,
                     trainable=self._trainable,
                     name=_HANDLE_NAME,
                     **self._options,
                 )
+                if zeros is not None:
+                    self._set_shards(value)
             self._host.clear()
         return self._buffer
+
+    def _zeros_of_small(self, value: tf.Tensor) -> tf.Tensor | None:
+        """Return zeros in place of a value that DTensor would take for a constant when it assigns the value.
+
+        DTensor would compile the assignment again for each value, such as the seed of each layer that draws random
+        numbers, and keep the program (`_set_shards`). Returns None for other values.
+        """
+        layout = transfer.layout(self.format.storage, self.format.stored_on)
+        if layout.mesh.is_remote() or any(self.format.storage) or not _private.is_small_constant(value):
+            return None
+        shards = messages.unpacked(value)
+        if not np.any(shards[0].numpy()):
+            return None  # One program serves all zeros.
+        return dtensor.pack([tf.zeros_like(shard) for shard in shards], layout)
 
     def _from_host(self, values: Mapping[int, HostValue]) -> tf.Tensor:
         layout = transfer.layout(self.format.storage, self.format.stored_on)

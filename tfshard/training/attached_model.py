@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -38,6 +38,9 @@ from tfshard.storage.variables import ShardedVariable
 from tfshard.training import decisions, reduction_state, reshard
 from tfshard.training.attached_variables import attach_global_seed, attach_optimizer, attach_variables
 from tfshard.training.strategy_base import StrategyBase
+
+# Functions that patch a model whose variables have their final layouts (checkpoints).
+model_patchers: list[Callable[[keras.Model], object]] = []
 
 # The storage of each variable of a model and its optimizers, by the id of the variable.
 Storages = dict[int, Storage | None]
@@ -322,6 +325,8 @@ class AttachedModel:
     def move_waiting(self) -> None:
         """Give variables that have no buffer yet their final layouts, without making the buffers."""
         reshard.materialize(self._layouts(), self.strategy.mesh, waiting=True)
+        for patch in model_patchers:
+            patch(self.model)
 
     def group_variables(self) -> None:
         """Move the variables of a built model, and their slots, to the layouts of the placement, groups included.
@@ -360,6 +365,8 @@ class AttachedModel:
             compiled_blocks.install(model, mesh, warns=self.warns_of_blocks)
         else:
             layer_patch.undo(model, [layer_patch.COMPILED])
+        for patch in model_patchers:
+            patch(model)
         for optimizer in inventory.model_optimizers(model):
             compiled_updates.choose(optimizer, is_compiled=self.compiles_blocks)
         for layer in _private.flatten_layers(model):

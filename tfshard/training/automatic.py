@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -23,12 +23,14 @@ from tfshard.devices.device_memory import DeviceMemory
 from tfshard.devices.mesh import create_mesh
 from tfshard.errors import DeviceMemoryError, LayoutError, StrategyError
 from tfshard.graph import auto_layout, inventory
+from tfshard.layouts import planner
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS
 from tfshard.operations import blocks, layer_patch
-from tfshard.planning import known_machines
-from tfshard.planning.advice import Advice, Candidate, advise
 from tfshard.training import custom_steps
 from tfshard.training.strategy import ShardedStrategy
+
+if TYPE_CHECKING:
+    from tfshard.layouts.planner import Advice, Candidate, Machine
 
 AUTO = "auto"
 _logger = logging.getLogger("tfshard")
@@ -50,7 +52,7 @@ class AutoStrategy:
     """
 
     jit_compile: Any
-    chosen: Candidate | None = None
+    chosen: "Candidate | None" = None
     elements: int = 0
     is_for_training: bool = False
     evaluates: bool = False
@@ -188,7 +190,7 @@ def _chosen(model: keras.Model, state: AutoStrategy, inputs: Any) -> tuple[Shard
     return (None, chosen.recompute) if is_same else (strategy_of(chosen), False)
 
 
-def strategy_of(candidate: Candidate) -> ShardedStrategy:
+def strategy_of(candidate: "Candidate") -> ShardedStrategy:
     """Return the strategy of a candidate. Recomputation is not a setting of a strategy."""
     mesh = create_mesh(**_axes(candidate))
     layout_map = auto_layout.AUTO if MODEL_AXIS in _axes(candidate) else None
@@ -196,7 +198,7 @@ def strategy_of(candidate: Candidate) -> ShardedStrategy:
     return ShardedStrategy(mesh, layout_map=layout_map, zero_stage=stage, microbatches=count)
 
 
-def code_of(candidate: Candidate) -> str:
+def code_of(candidate: "Candidate") -> str:
     """Return the expression that makes the strategy of a candidate."""
     axes = ", ".join(f"{name}={size}" for name, size in _axes(candidate).items())
     options = [f"tfshard.create_mesh({axes})"]
@@ -208,13 +210,17 @@ def code_of(candidate: Candidate) -> str:
     return f"tfshard.ShardedStrategy({', '.join(options)})"
 
 
-def _axes(candidate: Candidate) -> dict[str, int]:
+def _axes(candidate: "Candidate") -> dict[str, int]:
     """Return the axes of a candidate's mesh that have several devices; on one device the batch axis."""
     axes = {name: size for name, size in candidate.mesh_shape.items() if size > 1}
     return axes or {BATCH_AXIS: 1}
 
 
-def _settings(candidate: Candidate) -> tuple[object, ...]:
+def _axes_text(candidate: "Candidate") -> str:
+    return " x ".join(f"{name}={size}" for name, size in _axes(candidate).items())
+
+
+def _settings(candidate: "Candidate") -> tuple[object, ...]:
     return _axes(candidate), candidate.zero_stage, candidate.microbatches, candidate.recompute
 
 
@@ -245,9 +251,9 @@ def _check_plannable(model: keras.Model, specs: Any) -> None:
         _private.keras_backend.compute_output_spec(model, specs, training=False)
 
 
-def _agreed_facts() -> tuple[DeviceMemory, Any]:
+def _agreed_facts() -> "tuple[DeviceMemory, Machine | None]":
     """Return the memory of a device and the described machine, equal on all clients: the least of each client."""
-    memory, machine = device_memory.per_device(), known_machines.here()
+    memory, machine = device_memory.per_device(), planner.known_machine()
     if not clients.here().is_launched or clients.here().count == 1:
         return memory, machine
     cores = 0 if machine is None or machine.cores is None else machine.cores
@@ -259,9 +265,9 @@ def _agreed_facts() -> tuple[DeviceMemory, Any]:
 
 def _advice(
     model: keras.Model, specs: Any, started: startup.Runtime, memory: DeviceMemory, rows: int, machine: Any
-) -> Advice:
-    def advised(layout_map: Any) -> Advice:
-        return advise(
+) -> "Advice":
+    def advised(layout_map: Any) -> "Advice":
+        return planner.advise(
             model,
             started.num_devices,
             memory.bytes,
@@ -284,14 +290,14 @@ def _advice(
     return dataclasses.replace(advice, candidates=possible)
 
 
-def _with_model_axis(advised: Callable[[Any], Advice]) -> Advice:
+def _with_model_axis(advised: "Callable[[Any], Advice]") -> "Advice":
     """Return the advice with model axes, or without if no layouts can be found: the model's inputs are not known."""
     with contextlib.suppress(LayoutError):
         return advised(auto_layout.AUTO)
     return advised(None)
 
 
-def _can_run(model: keras.Model, candidate: Candidate) -> bool:
+def _can_run(model: keras.Model, candidate: "Candidate") -> bool:
     """Return whether a model can use the recomputation and the microbatches of a candidate.
 
     An eager step holds all activations of the full batch. A custom `train_step` may compute more than means of a batch.
@@ -306,8 +312,8 @@ def _forget_blocks(model: keras.Model) -> None:
 
 
 def _tell(
-    chosen: Candidate,
-    advised: Advice,
+    chosen: "Candidate",
+    advised: "Advice",
     memory: DeviceMemory,
     rows: int,
     started: startup.Runtime,
@@ -320,15 +326,15 @@ def _tell(
     if is_near:
         why = "training on such a batch would not fit, and it comes closest"
     elif chosen.step_seconds is not None:
-        why = f"the fastest steps by estimate of the {len(fitting)} configurations that fit"
+        why = f"the fastest steps by estimate of the {len(fitting)} configurations that fit, or as good as these"
     else:
         why = f"the first of the {len(fitting)} configurations that fit"
-    axes = " x ".join(f"{name}={size}" for name, size in _axes(chosen).items())
     extra = f", {chosen.microbatches} microbatches" if chosen.microbatches > 1 else ""
     extra += ", blocks recomputed" if chosen.recompute else ""
     again = "; then model.distribute_strategy.recompute(model)" if chosen.recompute else ""
+    verb, stage = "keeps" if is_same else "chose", int(chosen.zero_stage)
     line = (
-        f'strategy="auto" {"keeps" if is_same else "chose"} {axes}, ZeRO stage {int(chosen.zero_stage)}{extra}, for '
+        f'strategy="auto" {verb} {_axes_text(chosen)}, ZeRO stage {stage}{extra}, for '
         f"batches of {rows} samples: {why}. It needs {tables.size(chosen.needed_bytes)} of "
         f"{tables.size(memory.bytes)} on each of {started.num_devices} {started.device_type} devices "
         f"({memory.origin}). To write it down: strategy={code_of(chosen)}{again}"
@@ -345,19 +351,22 @@ def _received(memory: DeviceMemory, rows: int, started: startup.Runtime) -> str:
     )
 
 
-def _impossible(model: keras.Model, advised: Advice, memory: DeviceMemory, rows: int, started: startup.Runtime) -> str:
+def _impossible(
+    model: keras.Model, advised: "Advice", memory: DeviceMemory, rows: int, started: startup.Runtime
+) -> str:
     """Return the message of the error that no mesh can take a batch: the reasons, and what helps."""
     devices = started.num_devices
-    reasons = sorted({f"{code_of(each)}: {each.problem}" for each in advised.candidates if each.zero_stage == 0})
+    reasons = {_axes_text(each): each.problem for each in advised.candidates}
+    listed = "; ".join(f"{axes}: {problem}" for axes, problem in reasons.items())
     return (
-        f"strategy='auto' found no mesh for model '{model.name}'. {'; '.join(reasons)}. Use a batch_size that is a "
+        f"strategy='auto' found no mesh for model '{model.name}'. {listed}. Use a batch_size that is a "
         f"multiple of {devices}, such as {-(-rows // devices) * devices}, or other devices "
         f"(tfshard.initialize(num_devices=...)). {_received(memory, rows, started)}"
     )
 
 
 def _too_large(
-    model: keras.Model, possible: Sequence[Candidate], memory: DeviceMemory, rows: int, started: startup.Runtime
+    model: keras.Model, possible: "Sequence[Candidate]", memory: DeviceMemory, rows: int, started: startup.Runtime
 ) -> str:
     """Return the message of the error that nothing fits: the nearest misses, and what helps."""
     nearest: dict[tuple[tuple[str, int], ...], Candidate] = {}

@@ -176,7 +176,7 @@ class _Tries:
         self._build()
         generators = random.getstate(), np.random.get_state()
         metrics = {id(metric): len(metric.variables) for metric in model.metrics}
-        state = _State(model)
+        state = _StoredBits(model)
         try:
             yield
         finally:
@@ -187,8 +187,7 @@ class _Tries:
             state.restore()
             random.setstate(generators[0])
             np.random.set_state(generators[1])
-            gc.collect()
-            _trim()
+            _free()
 
     def _build(self) -> None:
         """Build the model and the optimizer as the first step would, and put all that a step needs in its place."""
@@ -226,8 +225,7 @@ class _Tries:
             )
         batch = self._batch(size)
         self._model.train_function = None
-        gc.collect()
-        _trim()
+        _free()
         _forget_peak()
         try:
             for _ in range(self._steps):
@@ -283,7 +281,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, tf.errors.OpError) and ("out of memory" in text or "oom when allocating" in text)
 
 
-class _State:
+class _StoredBits:
     """The values of a model's variables, optimizers, metrics and seeds on the host, exactly as they are stored."""
 
     def __init__(self, model: keras.Model):
@@ -359,7 +357,8 @@ def _forget_peak() -> None:
         _CLEAR.write_text("5")
 
 
-def _trim() -> None:
-    """Return freed memory to the system."""
+def _free() -> None:
+    """Free the graphs of earlier tries, which are cycles, and return freed memory to the system."""
+    gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -439,12 +439,13 @@ def _compile_with(model: keras.Model, strategy: Any, compile_: Callable[..., Non
 @process_lock.locked
 def _compile_automatically(model: keras.Model, compile_: Callable[..., None], options: dict[str, Any]) -> None:
     """Compile a model whose strategy is chosen when its first batch is known."""
-    opened = tf.distribute.get_strategy()
-    if isinstance(opened, ShardedStrategy):
-        raise StrategyError(
-            "strategy='auto' chooses a strategy, and the scope of another one is open. Compile the model outside of "
-            f"the scope, or leave strategy='auto' out. Received: strategy='auto' in the scope of {opened}"
-        )
+    for opened in (tf.distribute.get_strategy(), distributions.active_strategy()):
+        if isinstance(opened, ShardedStrategy):
+            raise StrategyError(
+                "strategy='auto' chooses a strategy, and the scope of another one is open, or a keras.distribution is "
+                "active. Compile the model outside of it, or leave strategy='auto' out. Received: strategy='auto' "
+                f"beside {opened}"
+            )
     readiness.check_process()
     if startup.current() is None:
         startup.initialize()

@@ -48,7 +48,7 @@ def check_can_write(callbacks: Sequence[keras.callbacks.Callback]) -> None:
         if isinstance(callback, keras.callbacks.TensorBoard) and not _has_tensorboard():
             raise TelemetryError(
                 "keras.callbacks.TensorBoard needs the package tensorboard, which TensorFlow does not install since "
-                "2.21. Install it (pip install tensorboard), or leave the callback out: "
+                "2.21. Install it (pip install 'tfshard[tensorboard]'), or leave the callback out: "
                 f"tfshard.callbacks.Telemetry(log_dir=...) writes without it. Received: callback={callback!r}"
             )
 

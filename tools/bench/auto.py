@@ -29,12 +29,13 @@ from tools.bench import common
 _RESULTS = flags.DEFINE_string("results", None, "The file with a line of JSON for each model.", required=True)
 _MODELS = flags.DEFINE_list("models", [], "Measure these models.")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Rounds of timed steps.", lower_bound=1)
+_BESIDE = flags.DEFINE_string("beside", "nothing", "What ran beside the measurement, for the page.")
 _WRITE = flags.DEFINE_bool("write", False, "Write the table from the results.")
 
 TABLE = pathlib.Path(__file__).parents[2] / "benchmarks" / "auto.md"
 # The first step compiles, and the second may still be slower.
 _WARM_STEPS = 2
-_PROFILES = 3
+_PROFILES = 1
 _WIDE = 1 << 30
 
 
@@ -46,7 +47,7 @@ def _transformer(kind: str):
     vocabulary, width, length, samples = 1000, 128, 64, 16
     sizes = {
         "vocabulary_size": vocabulary,
-        "num_layers": 3,
+        "num_layers": 2,
         "hidden_dim": width,
         "intermediate_dim": 4 * width,
     }
@@ -72,7 +73,7 @@ def _vit():
     import numpy as np
 
     backbone = keras_hub.models.ViTBackbone(
-        image_shape=(32, 32, 3), patch_size=4, num_layers=3, num_heads=4, hidden_dim=128, mlp_dim=512, dropout_rate=0.0
+        image_shape=(32, 32, 3), patch_size=4, num_layers=2, num_heads=4, hidden_dim=128, mlp_dim=512, dropout_rate=0.0
     )
     model = keras.Model(backbone.input, keras.layers.Dense(10, name="head")(backbone.output[:, 0]))
     return model, *_images(np, 16, 32)
@@ -89,7 +90,7 @@ def _cnn():
 
     inputs = keras.Input((32, 32, 3))
     x = keras.layers.Conv2D(32, 3, padding="same")(inputs)
-    for stage, width in enumerate((32, 64, 128)):
+    for stage, width in enumerate((32, 64)):
         for block in range(2):
             name = f"conv{stage}_block{block}"
             y = keras.layers.Conv2D(width, 3, strides=1 + (block == 0 < stage), padding="same", name=f"{name}_1_conv")(
@@ -317,7 +318,7 @@ def table(results: dict[str, dict]) -> str:
         '# The choices of `strategy="auto"`',
         "",
         f"`python -m tools.bench.auto --models=... --results=FILE`, then `--write` ({' and '.join(dates)},",
-        f"{some['origin']} on two cores). Each model trains by Adam, for three",
+        f"{some['origin']} on two cores, beside {_BESIDE.value}). Each model trains by Adam, for three",
         "memory sizes of a device. Tight memory is what stage 3 needs on the batch axis. Very tight memory is less",
         "than any mesh and stage needs, so that recomputation or microbatches are necessary; if they do not help a",
         "model, it is what its smallest configuration needs. The best configuration is the fastest of all meshes and",

@@ -8,6 +8,7 @@ import sys
 
 import bare  # noqa: F401
 
+from tfshard.clusters import run_secret
 from tfshard.launch import hosts, launcher, options
 
 
@@ -21,8 +22,10 @@ def main(arguments: list[str]) -> int:
     names = str(given.pop("hosts")).split(",") if "hosts" in given else None
     index = int(str(given.pop("host_index"))) if "host_index" in given else None
     found = hosts.find_hosts(names, index)
+    given.setdefault("port", found.port)
     launch = options.Launch(
-        command=(sys.executable, *arguments), hosts=found.names, host_index=found.index, secret=hosts.read_secret(None),
+        command=(sys.executable, *arguments), hosts=found.names, host_index=found.index, identity=found.identity,
+        secret=run_secret.read_secret(None),
         **{name: kinds[name](str(text)) for name, text in given.items()},
     )  # fmt: skip
     return launcher.launch(launch)

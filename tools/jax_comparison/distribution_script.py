@@ -22,8 +22,9 @@ def _start() -> None:
 def _axes(variable) -> list:
     """Return the axis that shards each dim of a stored variable."""
     if os.environ["KERAS_BACKEND"] == "tensorflow":
-        layout = getattr(variable.value, "layout", None)
-        return [] if layout is None or layout.flat is not None else list(layout.storage)
+        layout = variable.value.layout
+        # A group is a buffer, in which each variable has its compute layout.
+        return list(layout.compute if layout.flat is not None else layout.storage)
     return list(variable.value.sharding.spec)
 
 

@@ -2,10 +2,10 @@
 
     python -m tools.keras_distribution_tests
 
-The tests are read from the installed wheel of Keras: keras/src/distribution/distribution_lib_test.py, and the tests of
-its JAX backend, keras/src/backend/jax/distribution_lib_test.py. plugin.py lets the tests for JAX run: `keras.backend.backend()` says
-"jax" while pytest imports the tests, and a stand-in for the module `jax` has TensorFlow's objects. The program prints
-each test that does not pass, and exits with 1 if one of them is not explained in docs/keras_distribution.md.
+The tests are read from the installed wheel of Keras: in keras/src, distribution/distribution_lib_test.py, and
+backend/jax/distribution_lib_test.py for the JAX backend. plugin.py lets the tests for JAX run. While pytest imports the
+tests, `keras.backend.backend()` says "jax", and a stand-in for the module `jax` has TensorFlow's objects. The program
+prints each test that does not pass, and exits with 1 if one of them is not explained in docs/keras_distribution.md.
 """
 
 import os
@@ -13,7 +13,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import tempfile
 
 import keras
 from absl import app
@@ -28,13 +27,12 @@ def outcomes() -> tuple[dict[str, str], str]:
     """Return the outcome of each test by name, and pytest's output."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "-p", "no:cacheprovider", "-p", "plugin",
-        "--rootdir", str(_KERAS), "-c", os.devnull, "--import-mode=importlib", *(str(_KERAS / name) for name in TESTS),
+        "--rootdir", str(_KERAS), "--confcutdir", str(_KERAS), "-c", os.devnull, "--import-mode=importlib",
+        *(str(_KERAS / name) for name in TESTS),
     ]  # fmt: skip
     paths = os.pathsep.join((str(_HERE), str(_HERE.parents[1]), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "PYTHONPATH": paths}
-    # Elsewhere, pytest would read the conftest.py of this repository.
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=_HERE)
     found = {}
     for line in done.stdout.splitlines():
         if match := re.match(r"(PASSED|FAILED|ERROR|SKIPPED) (\S+?::\S+?)(?: - .*)?$", line):

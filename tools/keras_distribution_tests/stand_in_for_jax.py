@@ -4,6 +4,7 @@ A sharding is a DTensor layout, and a mesh a DTensor mesh. `jit` traces a functi
 """
 
 import functools
+import pathlib
 import sys
 import types
 from typing import Any
@@ -135,5 +136,8 @@ def install() -> None:
         distributed=types.SimpleNamespace(initialize=functools.partial(keras.distribution.initialize)),
         debug=types.SimpleNamespace(inspect_array_sharding=inspect_array_sharding),
     )  # fmt: skip
-    for module in (jax, sharding, numpy, experimental, layout):
+    # pytest imports the package of a test, which would import the JAX backend.
+    package = types.ModuleType("keras.src.backend.jax")
+    package.__path__ = [str(pathlib.Path(keras.__file__).parent / "src" / "backend" / "jax")]
+    for module in (jax, sharding, numpy, experimental, layout, package):
         sys.modules[module.__name__] = module

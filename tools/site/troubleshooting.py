@@ -291,6 +291,13 @@ manifest.write_text(manifest.read_text().replace('"step":1', '"step":2'))
 manager.restore(model)""",
     ),
     Example(
+        error="CheckpointStorageError",
+        title="A remote directory that cannot be used",
+        remedy="The message says what failed: the URL, a missing package, the credentials, or the network "
+        "([remote directories](checkpoints.md#remote-directories)).",
+        code='tfshard.CheckpointManager("gs://")',
+    ),
+    Example(
         error="CheckpointMismatchError",
         title="A checkpoint of another model",
         remedy="The message lists the variables that only the checkpoint or only the model has. Mesh, stage, "
@@ -322,6 +329,15 @@ else:
         title="A value that collectives do not support",
         remedy="Collectives take numpy arrays, numbers and eager tensors. Values on the mesh are already global.",
         code='tfshard.collectives.all_reduce(np.array(["a", "b"]))',
+    ),
+    Example(
+        error="ClusterError",
+        title="Variables of a cluster that do not make a run",
+        remedy="`tfshard doctor --cluster` prints what each system's variables say ([clusters](clusters.md)).",
+        code="""\
+from tfshard import clusters
+
+clusters.find_run({"RANK": "0", "WORLD_SIZE": "2"})""",
     ),
     Example(
         error="LaunchError",
