@@ -29,7 +29,7 @@ def test_decisions_are_told_once_for_each_compile(caplog):
     model = compiled(microbatches=2)
     expected = [
         "model 'small': mesh batch=4 of CPU devices, ZeRO stage 3, 2 microbatches",
-        "model 'small': 6 variables in 1 group, 0 sharded alone; not sharded: 2 variables of 64 bytes "
+        "model 'small': 6 variables in 1 group, 0 sharded alone; not sharded: 2 variables of 64 B "
         "(not trained, and below 1.0 MiB)",
         "model 'small': no recomputed blocks, no blocks and layers for XLA",
     ]
@@ -53,13 +53,13 @@ def test_a_model_that_is_built_by_its_first_step_is_told_then(caplog):
 def test_what_stage_0_replicates_is_told_with_the_reason_and_details_at_debug(caplog):
     caplog.set_level(logging.DEBUG, logger="tfshard")
     compiled(zero_stage=0, analyzer=None)
-    assert "not sharded: 8 variables of 560 bytes (stage 0 shards no parameters over the batch axis)" in told(caplog)[1]
+    assert "not sharded: 8 variables of 560 B (stage 0 shards no parameters over the batch axis)" in told(caplog)[1]
     (details,) = told(caplog, logging.DEBUG)
     assert "  small/first/kernel: (8, 8) float32, stored (None, None), not sharded: stage 0" in details
     caplog.clear()
     compiled()
     (details,) = told(caplog, logging.DEBUG)
-    assert "group 0: 6 variables, 496 bytes, stored ('batch', None): small/first/kernel, small/first/bias" in details
+    assert "group 0: 6 variables, 496 B, stored ('batch', None): small/first/kernel, small/first/bias" in details
 
 
 def test_recomputed_blocks_and_pipelines_are_told(caplog):

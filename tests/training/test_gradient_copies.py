@@ -40,11 +40,13 @@ def compiled(mesh, *, stage=0, faulty=False, **options) -> keras.Model:
     keras.utils.set_random_seed(0)
     layers = [
         keras.layers.Dense(16, "relu", name="first"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5),
-        Faulty(faulty=faulty, name="faulty"), keras.layers.Dense(4),
+        Faulty(faulty=faulty, name="faulty"), keras.layers.Dense(4, name="last"),
     ]  # fmt: skip
     model = tfshard.Sequential([keras.Input((8,)), *layers], name="chain")
     layout_map = (
-        tfshard.LayoutMap({}) if "model" not in mesh else tfshard.LayoutMap({"chain/first/kernel": (None, "model")})
+        tfshard.LayoutMap({})
+        if "model" not in mesh
+        else tfshard.LayoutMap({"chain/first/kernel": (None, "model"), "chain/last/kernel": ("model", None)})
     )
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), layout_map, zero_stage=stage, **options)
     model.compile("adam", "mse", metrics=["mae"], strategy=strategy)

@@ -271,6 +271,10 @@ class AttachedModel:
             self.compiles_blocks, self.model.jit_compile = True, False
             self.compiled_again()
 
+    def compiles(self) -> None:
+        """Log nothing until `compiled_again`: decisions are known once the model is compiled."""
+        self._is_told = True
+
     def compiled_again(self) -> None:
         """Have the next `refresh` look at the model again, and log what is decided for it."""
         self._refreshed = None

@@ -471,6 +471,7 @@ def _compile_under(
 ) -> None:
     readiness.check_process()
     attached = attached_model.attached(model, strategy)
+    attached.compiles()
     attached.move_from_other()
     attached.reshard_layers()
     _private.set_distribute_strategy(model, strategy)

@@ -184,9 +184,10 @@ def _told(name: str, how: _Cut, strategy: ShardedStrategy) -> str:
         f"stage {stage.number} has {len(stage.layers)} layers, {stage.layers[0]} to {stage.layers[-1]}"
         for stage in how.made.stages
     )
+    mesh = decisions.mesh_text(strategy.pipeline_axes)
     return (
-        f"model '{name}': mesh {strategy.pipeline_axes} of {strategy.mesh.device_type()} devices, ZeRO stage "
-        f"{strategy.zero_stage}, schedule {how.schedule}, {how.microbatches} microbatches; {stages}"
+        f"model '{name}': mesh {mesh} of {strategy.mesh.device_type()} devices, ZeRO stage {strategy.zero_stage}, "
+        f"schedule {how.schedule}, {how.microbatches} microbatches; {stages}"
     )
 
 
