@@ -119,6 +119,11 @@ def test_what_cannot_be_pickled_and_wrong_options_are_refused_before_a_process_s
         tfshard.spawn(lambda lock: None, args=(threading.Lock(),))
     with pytest.raises(tfshard.errors.LaunchError, match="spawn needs a function. Received: function=3"):
         tfshard.spawn(3)
+    for args in (0.01, "text"):
+        with pytest.raises(
+            tfshard.errors.LaunchError, match=r"args must be a tuple.*such as \(0.01,\). Received: args="
+        ):
+            tfshard.spawn(print, args=args)
     with pytest.raises(tfshard.errors.LaunchError, match="num_processes must be at least 1"):
         tfshard.spawn(print, num_processes=0)
 

@@ -338,6 +338,8 @@ def test_presets_follow_the_rule_of_their_table_and_grow_with_the_speed_of_the_n
     assert [name for name, *_ in rows] == ["INFINIBAND", "TEN_GBE", "ONE_GBE", "SLOW"] and told == sizes
     with pytest.raises(tfshard.errors.StrategyError, match="must be positive.*Received: latency=0"):
         presets.for_network(latency=0, bandwidth=1e9)
+    with pytest.raises(tfshard.errors.StrategyError, match="must be positive numbers.*Received: latency='1ms'"):
+        presets.for_network(latency="1ms", bandwidth=1e9)
 
 
 def test_an_analyzer_is_made_from_the_file_of_a_measured_network(tmp_path):

@@ -96,6 +96,11 @@ def test_bad_arguments_are_refused_with_the_choices():
         tfshard.find_batch_size(model, X, Y, max_batch_size=3)
     with pytest.raises(StrategyError, match="at least one sample"):
         tfshard.find_batch_size(model, X[:0], Y[:0])
+    with pytest.raises(StrategyError, match="equally many samples. Received: arrays of .*2, "):
+        tfshard.find_batch_size(model, X, Y[:2])
+    for data in (tf.data.Dataset.from_tensor_slices((X, Y)).batch(4), [1.0, 2.0], np.float32(1)):
+        with pytest.raises(StrategyError, match="repeats the rows of arrays.*such as one batch of a dataset"):
+            tfshard.find_batch_size(model, data)
     with pytest.raises(StrategyError, match="memory_limit must be a positive number of bytes"):
         tfshard.find_batch_size(model, X, Y, memory_limit="much")
 

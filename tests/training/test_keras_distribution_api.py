@@ -368,6 +368,11 @@ def test_meshes_and_layouts_are_dtensors():
         _ = kd.DeviceMesh((8,), ["data"], [f"cpu:{i}" for i in range(8)]).backend_mesh
     with pytest.raises(tfshard.errors.MeshError, match="each once"):
         _ = kd.DeviceMesh((2,), ["data"], ["cpu:0", "cpu:0"]).backend_mesh
+    with pytest.raises(
+        tfshard.errors.MeshError, match=r"batch_dim_name must be an axis.*Received: batch_dim_name='rows'"
+    ):
+        kd.set_distribution(kd.ModelParallel(layout_map=kd.LayoutMap(mesh_2d()), batch_dim_name="rows"))
+        keras.layers.Dense(1).build((None, 1))
     some = kd.DeviceMesh((2,), ["data"], DEVICES[2:]).backend_mesh
     assert [device.rpartition(":")[2] for device in some.local_devices()] == ["2", "3"]
 

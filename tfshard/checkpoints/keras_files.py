@@ -51,7 +51,7 @@ def export(model: keras.Model, path: str | os.PathLike[str], max_shard_size: flo
             `".weights.h5"`: the variables, for `model.load_weights`;
             `".weights.json"`: the variables in several HDF5 files and their index, for `model.load_weights`;
             `".safetensors"`: the weights under their Keras paths, in one file or in several files and their index.
-        max_shard_size: The maximum size of one of several files, in units of 2**30 bytes as in Keras's `save_weights`.
+        max_shard_size: The maximum size of one of several files, in GiB, as in Keras's `save_weights`.
             Required for `".weights.json"`, optional for `".safetensors"`, where a larger tensor has a file of its own.
 
     Returns:

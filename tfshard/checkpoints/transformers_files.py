@@ -48,7 +48,7 @@ def export_to_transformers(
     Args:
         model: A built backbone or language model of KerasHub, under a `ShardedStrategy` or not.
         path: The directory. Files in it that have the same names are replaced.
-        max_shard_size: The maximum size of one of several safetensors files, in units of 2**30 bytes. A larger tensor
+        max_shard_size: The maximum size of one of several safetensors files, in GiB. A larger tensor
             has a file of its own. None for one file, `model.safetensors`.
 
     Returns:

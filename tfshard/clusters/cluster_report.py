@@ -52,8 +52,8 @@ def report(environment: Mapping[str, str] | None = None, seconds: float = _SECON
 
 def _describe(run: ClusterRun, environment: Mapping[str, str], seconds: float) -> tuple[list[str], int]:
     lines = [
-        f"run          {run.system}: member {run.index} of {run.num_members}, {run.local_index} of {run.num_local} on "
-        "this machine",
+        f"run          {run.system}: member {run.index} of {run.num_members} (counted from 0), on this machine member "
+        f"{run.local_index} of {run.num_local}",
         f"coordinator  {run.coordinator}:{run.port}",
         *(f"note         {note}" for note in run.notes),
     ]

@@ -83,7 +83,8 @@ def _of_cpus(started: startup.Runtime) -> DeviceMemory | None:
         return None
     devices = started.local_devices * clients.here().neighbours
     share = int(_CPU_SHARE * available) // devices
-    origin = f"{_CPU_SHARE:.0%} of the {tables.size(available)} that the host has available, for {devices} devices"
+    counted = "1 device" if devices == 1 else f"{devices} devices"
+    origin = f"{_CPU_SHARE:.0%} of the {tables.size(available)} that the host has available, for {counted}"
     return DeviceMemory(share, origin)
 
 

@@ -174,10 +174,12 @@ def _made(device_mesh: keras.distribution.DeviceMesh, batch: str) -> dtensor.Mes
         raise MeshError(f"The devices of a DeviceMesh must be of one type, each once. {received}")
     (kind,) = kinds
     given_names = [str(name) for name in device_mesh.axis_names]
-    if batch not in given_names or len(set(given_names)) < len(given_names):
+    if len(set(given_names)) < len(given_names):
+        raise MeshError(f"The axes of a DeviceMesh must have different names. {received}")
+    if batch not in given_names:
         raise MeshError(
-            f"A DeviceMesh needs axes with different names, and the axis '{batch}' for the data. Axes: "
-            f"{tuple(given_names)}. {received}"
+            f"batch_dim_name must be an axis of the DeviceMesh, which shards the data. Axes: {tuple(given_names)}. "
+            f"Received: batch_dim_name={batch!r}"
         )
     is_launched = startup.place_in_run() is not None
     # On CPUs, as many logical devices as the mesh names.

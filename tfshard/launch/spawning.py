@@ -67,6 +67,8 @@ def spawn(
         )
     if not callable(function):
         raise LaunchError(f"spawn needs a function. Received: function={function!r}")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise LaunchError(f"args must be a tuple of the function's arguments, such as (0.01,). Received: args={args!r}")
     with tempfile.TemporaryDirectory(prefix="tfshard-spawn-") as name:  # Only this user may read it.
         folder = pathlib.Path(name)
         try:

@@ -277,7 +277,7 @@ class LayoutMap(Mapping[str, Rule]):
 
     def __repr__(self) -> str:
         lines = [f"  {pattern!r}: {_describe(rule)}," for pattern, rule in self._rules.items()]
-        return "\n".join(["LayoutMap({", *lines, "})"])
+        return "\n".join(["LayoutMap({", *lines, "})"]) if lines else "LayoutMap({})"
 
     def check_axes(self, mesh_shape: Mapping[str, int]) -> None:
         """Raise `LayoutError` if a rule names an axis that the mesh does not have."""

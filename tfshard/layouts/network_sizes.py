@@ -2,6 +2,7 @@
 
 import json
 import math
+import numbers
 import os
 import pathlib
 from collections.abc import Mapping
@@ -28,10 +29,10 @@ def sizes_for(latency: float, bandwidth: float) -> dict[str, int]:
     >>> sizes_for(latency=250e-6, bandwidth=125e6)
     {'group_threshold_bytes': 262144, 'max_group_bytes': 8388608}
     """
-    if not (latency > 0 and bandwidth > 0):
+    if not all(isinstance(number, numbers.Real) and number > 0 for number in (latency, bandwidth)):
         raise StrategyError(
-            "latency (seconds) and bandwidth (bytes a second) must be positive. "
-            f"Received: latency={latency}, bandwidth={bandwidth}"
+            "latency (seconds) and bandwidth (bytes a second) must be positive numbers. "
+            f"Received: latency={latency!r}, bandwidth={bandwidth!r}"
         )
     product = latency * bandwidth
     largest = max(16 * product, _MAXIMUM_OF_SLOW * 2 ** math.log10(bandwidth / _BANDWIDTH_OF_SLOW))

@@ -333,10 +333,12 @@ def _tell(
     extra += ", blocks recomputed" if chosen.recompute else ""
     again = "; then model.distribute_strategy.recompute(model)" if chosen.recompute else ""
     verb, stage = "keeps" if is_same else "chose", int(chosen.zero_stage)
+    count, kind = started.num_devices, started.device_type
+    devices = f"each of {count} {kind} devices" if count > 1 else f"the only {kind} device"
     line = (
         f'strategy="auto" {verb} {_axes_text(chosen)}, ZeRO stage {stage}{extra}, for '
-        f"batches of {rows} samples: {why}. It needs {tables.size(chosen.needed_bytes)} of "
-        f"{tables.size(memory.bytes)} on each of {started.num_devices} {started.device_type} devices "
+        f"batches of {rows} sample{'' if rows == 1 else 's'}: {why}. It needs {tables.size(chosen.needed_bytes)} of "
+        f"{tables.size(memory.bytes)} on {devices} "
         f"({memory.origin}). To write it down: strategy={code_of(chosen)}{again}"
     )
     if clients.here().rank == 0:

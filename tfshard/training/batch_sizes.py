@@ -67,8 +67,8 @@ def find_batch_size(
         The batch size.
 
     Raises:
-        StrategyError: The model is not compiled; a number is not positive; there are no samples; `max_batch_size` is
-            smaller than the batch axis; or the run was launched in several processes.
+        StrategyError: The model is not compiled; a number is not positive; the data are not arrays of equally many
+            samples; `max_batch_size` is smaller than the batch axis; or the run was launched in several processes.
         DeviceMemoryError: Not even the smallest batch trains.
 
     Example:
@@ -93,9 +93,19 @@ def find_batch_size(
             f"for it. Call it in a process with as many devices. Received: {clients.here().count} clients"
         )
     leaves = [leaf for leaf in keras.tree.flatten((x, y, sample_weight)) if leaf is not None]
-    samples = min((len(leaf) for leaf in leaves), default=0)
-    if samples < 1:
+    for leaf in leaves:
+        if not len(getattr(leaf, "shape", ())):
+            raise StrategyError(
+                "find_batch_size repeats the rows of arrays. Give x, y and sample_weight as arrays or structures of "
+                f"arrays, such as one batch of a dataset. Received: {type(leaf).__name__}"
+            )
+    counts = sorted({len(leaf) for leaf in leaves})
+    if not counts or counts[0] < 1:
         raise StrategyError("find_batch_size needs at least one sample to repeat. Received: no samples")
+    if len(counts) > 1:
+        raise StrategyError(
+            f"x, y and sample_weight must have equally many samples. Received: arrays of {counts} samples"
+        )
     tries = _Tries(model, (x, y, sample_weight), steps=steps, limit=_limit_of(memory_limit))
     unit = tries.unit
     if max_batch_size < unit:
@@ -111,7 +121,12 @@ def find_batch_size(
             "a strategy that stores less (see: tfshard docs stages), more devices, or a larger memory_limit. Received: "
             f"memory_limit={memory_limit!r}"
         )
-    tries.tell(f"the largest batch size that trains is {found}")
+    tried_all = found + unit > max_batch_size
+    tries.tell(
+        f"batch size {found} trains, and max_batch_size={max_batch_size} allows no larger one"
+        if tried_all
+        else f"the largest batch size that trains is {found}"
+    )
     return found
 
 

@@ -101,7 +101,7 @@ def _is_replicated(layout: VariableLayout) -> bool:
 def _why_replicated(layout: VariableLayout, placement: ModelPlacement) -> str:
     spec = layout.spec
     if placement.mesh_shape.shards == 1:
-        return "no axis of the mesh shards variables of this kind"
+        return "the mesh has no batch axis of several devices, and the layout map does not shard them"
     if not placement.config.zero_stage.shard_params:
         return f"stage {placement.config.zero_stage} shards no parameters over the batch axis"
     if math.prod(spec.shape) <= 1:
