@@ -91,7 +91,12 @@ class Lease:
         self._thread.start()
 
     def announce(self, attempt: str) -> None:
-        """Tell other saves and the other clients the name of the checkpoint."""
+        """Tell other saves and the other clients the name of the checkpoint.
+
+        Raises:
+            LeaseLostError: Another save has taken this save for dead.
+        """
+        self.check()  # Never bring a claim back that another save has removed.
         self._attempt = attempt
         self._write()
 
