@@ -31,7 +31,7 @@ class Enrolment:
         """Start without members.
 
         Args:
-            run: What all members of the run agree on (`ClusterRun.identity`).
+            run: The facts that are equal on all members of the run (`ClusterRun.identity`).
             num_members: The number of members. Member 0 is the coordinator and needs no enrolment.
         """
         self.fault: str | None = None
@@ -83,7 +83,7 @@ def enrolled_secret(
     Args:
         address: The `host:port` of the coordinator.
         member: The number of this member.
-        run: What all members of the run agree on (`ClusterRun.identity`).
+        run: The facts that are equal on all members of the run (`ClusterRun.identity`).
         seconds: How long to wait for a coordinator that has not started yet.
         is_interrupted: Returns True to give up.
 
