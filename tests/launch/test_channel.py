@@ -245,13 +245,17 @@ def test_each_member_gets_the_secret_once_and_can_use_it(coordinator):
         connection.close()
         assert coordinator.events.get(timeout=5).message is None
     assert coordinator.members.fault is None
-    with pytest.raises(tfshard.errors.LaunchError, match="all 3 members have come.*set TFSHARD_SECRET"):
+    coordinator.members.close()
+    with pytest.raises(tfshard.errors.LaunchError, match="all 3 members have started.*set TFSHARD_SECRET"):
         secret_for(coordinator, 2)
     assert coordinator.members.fault is None, "a stranger who comes later does not end the run"
 
 
-def test_a_second_process_in_a_members_place_gets_nothing_and_ends_the_run(coordinator):
-    secret_for(coordinator, 1)
+@pytest.mark.parametrize("present", [(1,), (2, 1)])
+def test_a_second_process_in_a_members_place_gets_nothing_and_ends_the_run(coordinator, present):
+    """Also when a stranger has taken the last place."""
+    for member in present:
+        secret_for(coordinator, member)
     with pytest.raises(tfshard.errors.LaunchError, match="Two processes call themselves member 1"):
         secret_for(coordinator, 1)
     assert "a stranger has taken a member's place" in coordinator.members.fault

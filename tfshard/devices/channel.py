@@ -275,13 +275,12 @@ class Server:
 
     def _accept(self) -> None:
         while True:
+            # A run may have more members than this. The others wait in the kernel's queue.
+            self._strangers.acquire()
             try:
                 sock, _ = self._socket.accept()
             except OSError:
                 return  # Closed.
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
-                continue
             threading.Thread(target=self._serve, args=(sock,), name="tfshard-serve", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:

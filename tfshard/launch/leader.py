@@ -388,6 +388,8 @@ class Leader:
             jobs = [other.job for other in clients.values()]
             for each in clients.values():
                 self._reply(each, {"kind": "start", "jobs": jobs, "seed": self._seed})
+            if self._enrolment is not None:
+                self._enrolment.close()
 
     # --- failures -------------------------------------------------------------------------------------
 
