@@ -336,3 +336,19 @@ def test_messages_of_an_exchange_that_are_changed_on_the_way_are_refused(coordin
     connection.close()
     assert "does not know the secret" in coordinator.refused.get(timeout=5)
     assert secret_for(coordinator, 1), "the place of member 1 is still free"
+
+
+def test_a_name_that_only_its_own_host_can_reach_is_refused(monkeypatch):
+    """Debian writes `127.0.1.1 NAME` to /etc/hosts."""
+    addresses = {"node0": "127.0.1.1", "node1": "10.0.0.2", "alone": "127.0.0.1"}
+
+    def resolve(name, *_, **__):
+        if name not in addresses:
+            raise OSError("unknown name")
+        return [(2, 1, 6, "", (addresses[name], 0))]
+
+    monkeypatch.setattr(channel.socket, "getaddrinfo", resolve)
+    with pytest.raises(tfshard.errors.LaunchError, match="'node0' the address 127.0.1.1 .* which 'node1' at 10.0.0.2"):
+        channel.check_is_reachable("node0", "127.0.1.1", ["later", "node1"])
+    channel.check_is_reachable("node0", "10.0.0.1", ["node1"])
+    channel.check_is_reachable("node0", "127.0.1.1", ["alone", "later"])
