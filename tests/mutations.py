@@ -211,7 +211,7 @@ MUTATIONS = [
     Mutation(
         area="placement",
         function="tfshard.layouts.variable_layout:plan_variable",
-        old="reduce_scatter=eligible and zero_stage.shard_grads",
+        old="reduce_scatter=eligible and (zero_stage.shard_grads or stored_by_rule)",
         new="reduce_scatter=shard_params",
         what="gradients are whole at stage 2",
         killed_by="tests/storage/test_gradients.py::test_gradients_come_in_shards_from_stage_2_on_and_the_report_measures_it[2-batch4]",
@@ -219,7 +219,7 @@ MUTATIONS = [
     Mutation(
         area="placement",
         function="tfshard.layouts.variable_layout:plan_variable",
-        old="reduce_scatter=eligible and zero_stage.shard_grads",
+        old="reduce_scatter=eligible and (zero_stage.shard_grads or stored_by_rule)",
         new="reduce_scatter=shard_slots",
         what="gradients are scattered at stage 1",
         killed_by="tests/storage/test_gradients.py::test_gradients_come_in_shards_from_stage_2_on_and_the_report_measures_it[1-batch4]",

@@ -11,7 +11,7 @@ def test_what_import_tfshard_shows():
         initialize create_mesh ShardedStrategy LayoutMap ParameterAnalyzer Model Sequential as_distributed
         CheckpointManager CheckpointCallback export export_to_transformers import_weights plan lint verify advise
         auto_layout_map abstract_model profile_step profile_network random_map find_batch_size keras_distribution
-        strategy_of ShardingError
+        strategy_of shutdown spawn ShardingError
         errors layers callbacks collectives presets planning measure pipeline pipelining PowerSGD EmbeddingTables
         simulate calibrate local_map psum
     """

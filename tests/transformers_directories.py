@@ -68,6 +68,12 @@ def llama() -> tuple[dict, dict]:
     return config, shapes
 
 
+def mistral() -> tuple[dict, dict]:
+    config, shapes = llama()
+    names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    return {**config, **names, "rms_norm_eps": 1e-6, "sliding_window": 8}, shapes
+
+
 def gemma() -> tuple[dict, dict]:
     shapes: dict = {}
     _decoder(shapes, heads=2, kv_heads=1, head_dim=8)
@@ -104,6 +110,7 @@ def bert() -> tuple[dict, dict]:
 MODELS = {
     "gpt2": (gpt2, keras_hub.models.GPT2Backbone),
     "llama": (llama, keras_hub.models.Llama3Backbone),
+    "mistral": (mistral, keras_hub.models.MistralBackbone),
     "gemma": (gemma, keras_hub.models.GemmaBackbone),
     "bert": (bert, keras_hub.models.BertBackbone),
 }

@@ -24,7 +24,8 @@ HAS_ORBAX = importlib.util.find_spec("orbax") is not None
 
 def build() -> keras.Model:
     keras.utils.set_random_seed(0)
-    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "tanh", name="up"), keras.layers.Dense(4)])
+    layers = [keras.Input((8,)), keras.layers.Dense(16, "tanh", name="up"), keras.layers.Dense(4, name="down")]
+    return keras.Sequential(layers, name="small")
 
 
 def compiled(strategy: tfshard.ShardedStrategy | None, **options) -> keras.Model:

@@ -218,6 +218,7 @@ def number_of_thread_or_0() -> int:
     return number_of_thread() if threading.current_thread().name.startswith("client") else 0
 
 
+@pytest.mark.slow
 def test_kill_minus_9_at_requests_of_a_save_to_a_real_server(tmp_path):
     """TFSHARD_SWEEP=1 kills at each request that changes something: before the server sees it, and after."""
     done = launched.run(str(HERE / "killed_remote_saves.py"), str(tmp_path), "2")

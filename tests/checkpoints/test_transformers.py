@@ -5,6 +5,7 @@ import os
 import pathlib
 import tracemalloc
 
+import huggingface_hub
 import keras
 import keras_hub
 import numpy as np
@@ -16,7 +17,7 @@ import transformers_directories
 from tfshard.operations import layer_patch
 from tfshard.storage.variables import ShardedVariable
 
-EXPORTED = ("gpt2", "llama", "gemma")
+EXPORTED = ("gpt2", "llama", "mistral", "gemma")
 
 
 def strategy(**axes: int) -> tfshard.ShardedStrategy:
@@ -54,6 +55,29 @@ def test_a_sharded_model_has_the_bits_of_the_file_as_a_plain_model_has(name, dty
     assert_sharded(model)
 
 
+def test_a_model_of_the_hub_has_the_bits_of_the_same_directory(tmp_path, monkeypatch):
+    directory = transformers_directories.write("llama", tmp_path / "llama", files=3)
+    downloaded = []
+
+    def download(repo_id: str, filename: str) -> str:
+        assert repo_id == "owner/llama"
+        if not (directory / filename).exists():
+            raise huggingface_hub.errors.LocalEntryNotFoundError(filename)
+        downloaded.append(filename)
+        return str(directory / filename)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    backbone = keras_hub.models.Llama3Backbone
+    plain = backbone.from_preset(str(directory))
+    assert not downloaded, "premise"
+    with strategy().scope():
+        model = backbone.from_preset("hf://owner/llama")
+    assert {path.name for path in directory.iterdir()} == set(downloaded)
+    for ours, theirs in zip(model.weights, plain.weights, strict=True):
+        assert ours.numpy().tobytes() == theirs.numpy().tobytes(), ours.path
+    assert_sharded(model)
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("shard_size", [None, 2000 / 2**30])
 @pytest.mark.parametrize("name", EXPORTED)
@@ -82,7 +106,8 @@ def test_an_export_has_the_files_that_kerashub_writes_from_a_plain_model(name, s
         for file in (tmp_path / "ours").glob("*.safetensors"):
             values = load_file(file)
             assert len(values) == 1 or sum(value.nbytes for value in values.values()) <= 2000
-    if name != "llama":  # Its backbone has the head's weights, and KerasHub exports them with the language model only.
+    # The other backbones have the head's weights, and KerasHub exports them with the language model only.
+    if name in ("gpt2", "gemma"):
         again = backbone.from_preset(str(tmp_path / "ours"))
         for ours, theirs in zip(again.weights, plain.weights, strict=True):
             assert ours.numpy().tobytes() == theirs.numpy().tobytes(), ours.path

@@ -245,13 +245,17 @@ def test_each_member_gets_the_secret_once_and_can_use_it(coordinator):
         connection.close()
         assert coordinator.events.get(timeout=5).message is None
     assert coordinator.members.fault is None
-    with pytest.raises(tfshard.errors.LaunchError, match="all 3 members have come.*set TFSHARD_SECRET"):
+    coordinator.members.close()
+    with pytest.raises(tfshard.errors.LaunchError, match="all 3 members have started.*set TFSHARD_SECRET"):
         secret_for(coordinator, 2)
     assert coordinator.members.fault is None, "a stranger who comes later does not end the run"
 
 
-def test_a_second_process_in_a_members_place_gets_nothing_and_ends_the_run(coordinator):
-    secret_for(coordinator, 1)
+@pytest.mark.parametrize("present", [(1,), (2, 1)])
+def test_a_second_process_in_a_members_place_gets_nothing_and_ends_the_run(coordinator, present):
+    """Also when a stranger has taken the last place."""
+    for member in present:
+        secret_for(coordinator, member)
     with pytest.raises(tfshard.errors.LaunchError, match="Two processes call themselves member 1"):
         secret_for(coordinator, 1)
     assert "a stranger has taken a member's place" in coordinator.members.fault
@@ -332,3 +336,19 @@ def test_messages_of_an_exchange_that_are_changed_on_the_way_are_refused(coordin
     connection.close()
     assert "does not know the secret" in coordinator.refused.get(timeout=5)
     assert secret_for(coordinator, 1), "the place of member 1 is still free"
+
+
+def test_a_name_that_only_its_own_host_can_reach_is_refused(monkeypatch):
+    """Debian writes `127.0.1.1 NAME` to /etc/hosts."""
+    addresses = {"node0": "127.0.1.1", "node1": "10.0.0.2", "alone": "127.0.0.1"}
+
+    def resolve(name, *_, **__):
+        if name not in addresses:
+            raise OSError("unknown name")
+        return [(2, 1, 6, "", (addresses[name], 0))]
+
+    monkeypatch.setattr(channel.socket, "getaddrinfo", resolve)
+    with pytest.raises(tfshard.errors.LaunchError, match="'node0' the address 127.0.1.1 .* which 'node1' at 10.0.0.2"):
+        channel.check_is_reachable("node0", "127.0.1.1", ["later", "node1"])
+    channel.check_is_reachable("node0", "10.0.0.1", ["node1"])
+    channel.check_is_reachable("node0", "127.0.1.1", ["alone", "later"])

@@ -504,6 +504,7 @@ assert (core.Variable._initialize, keras.Model.save) == before[1:]
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("case", _FRESH)
 def test_devices_start_when_they_are_first_asked_for(case):
     script = f"""

@@ -35,9 +35,10 @@ def assert_same(ours, theirs, **tolerances):
 # --- Keras Tuner --------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:currentThread:DeprecationWarning")  # Of Keras Tuner.
+@pytest.mark.filterwarnings("ignore:(currentThread|getName):DeprecationWarning")  # Of Keras Tuner.
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning")  # In plain Keras, too.
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("kind", ["GridSearch", "Hyperband", "BayesianOptimization"])
+@pytest.mark.parametrize("kind", ["GridSearch", "RandomSearch", "BayesianOptimization"])
 def test_a_tuner_finds_what_it_finds_on_one_device(kind, tmp_path):
     keras_tuner = pytest.importorskip("keras_tuner")
 
@@ -50,7 +51,7 @@ def test_a_tuner_finds_what_it_finds_on_one_device(kind, tmp_path):
 
         options = {
             "GridSearch": {"max_trials": 4},
-            "Hyperband": {"max_epochs": 2},
+            "RandomSearch": {"max_trials": 3},
             "BayesianOptimization": {"max_trials": 3},
         }[kind]
         tuner = getattr(keras_tuner, kind)(
@@ -155,7 +156,9 @@ def records(folder: pathlib.Path, *, batch_size: int = 8, clients: int = 1, clie
     rows = batch_size // clients
     data = data.map(lambda batch: batch[client * rows : (client + 1) * rows])
     data = data.map(lambda batch: tf.io.parse_example(batch, features), num_parallel_calls=2, deterministic=True)
-    return data.map(lambda each: (each["x"], each["y"])).prefetch(2)
+    data = data.map(lambda each: (each["x"], each["y"])).prefetch(2)
+    # Plain Keras 3.15 counts one batch too many in the metrics of an epoch whose length it does not know.
+    return data.apply(tf.data.experimental.assert_cardinality(len(X) // batch_size))
 
 
 def test_records_train_to_the_numbers_of_one_device(tmp_path):

@@ -83,10 +83,9 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
             profiler is running, the next step is profiled instead.
         tokens_per_sample: The number of tokens in a sample, 0 for none. Default: the second dimension of the largest
             2-D integer input.
-
-        metrics: Further measurements by names of your own: a function that takes the logs of the epoch and returns a
-            number, or None for values that `record` gets. In a launched run, every client measures, and the clients'
-            mean is reported. Clients whose value is NaN do not count.
+        metrics: Your own measurements by name: a function that takes the logs of the epoch and returns a number, or
+            None for values that you pass to `record`. In a launched run, every client measures, and `Telemetry` reports
+            the mean over the clients. Clients whose value is NaN do not count.
 
     Raises:
         TelemetryError: An argument is wrong. In `fit`: the CSV file has other columns, a function returns no number, or

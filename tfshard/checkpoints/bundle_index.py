@@ -130,7 +130,8 @@ def _pairs(content: bytes, begin: int, size: int) -> Iterator[tuple[bytes, bytes
 
 
 def _slice_key(name: str, extents: Sequence[tuple[int, int]]) -> bytes:
-    escaped = name.encode().replace(b"\xff", b"\xff\x00").replace(b"\x00", b"\x00\xff")
+    # OrderedCode also escapes the byte 0xff, which UTF-8 does not have.
+    escaped = name.encode().replace(b"\x00", b"\x00\xff")
     key = _unsigned(0) + escaped + b"\x00\x01" + _unsigned(len(extents))
     return key + b"".join(_signed(number) for extent in extents for number in extent)
 

@@ -1,7 +1,7 @@
 """Ranges of bytes that contain a box of a stored box.
 
 A box of a larger stored box consists of many short runs. One request costs as much time as reading about `_GAP_BYTES`,
-so runs that are near each other are read by one request, together with what lies between them.
+so one request reads runs that are near each other, together with the bytes between them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _RANGE_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Range:
-    """A range of bytes in a data file, and what it is read for.
+    """A range of bytes in a data file, and the elements that it fills.
 
     Attributes:
         begin: The first byte.

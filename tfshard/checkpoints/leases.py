@@ -3,7 +3,7 @@
 An object store has no locks. A save writes an object, its claim, to the directory `.writers`, and then lists the
 directory. If the listing has no other live claim, the save holds the lease. A listing contains every object that was
 written before, so if two saves begin at the same time, at least one of them sees the claim of the other. A save that
-sees another live claim gives way.
+sees another live claim withdraws its own claim and tries again.
 
 The holder renews its claim while it works. A save is dead if its claim was not renewed for `EXPIRES_SECONDS`, or if its
 process was on this host and has ended. A holder that cannot renew its claim stops itself well before the claim expires
@@ -78,7 +78,7 @@ class Lease:
                 self._write()
                 if not self._others(seen):
                     break
-                # Give way: of two saves that see each other, one must list the directory alone.
+                # Withdraw the claim: of two saves that see each other, one must list the directory alone.
                 self._root.delete([self._name])
                 time.sleep(_PAUSE_SECONDS * random.uniform(0.5, 2.0))
         except BaseException:
@@ -91,7 +91,12 @@ class Lease:
         self._thread.start()
 
     def announce(self, attempt: str) -> None:
-        """Tell other saves and the other clients the name of the checkpoint."""
+        """Tell other saves and the other clients the name of the checkpoint.
+
+        Raises:
+            LeaseLostError: Another save has taken this save for dead.
+        """
+        self.check()  # Never bring a claim back that another save has removed.
         self._attempt = attempt
         self._write()
 

@@ -263,11 +263,11 @@ class RemoteDirectory:
                 found = self._fs.find(self._path(name), detail=True)
             except FileNotFoundError:
                 return {}
-            prefix = f"{self._root}/"
+            start = len(self._root) + 1
             return {
-                path[len(prefix) :]: int(entry["size"] or 0)
+                path[start:]: int(entry["size"] or 0)
                 for path, entry in ((str(path), entry) for path, entry in found.items())
-                if path.startswith(prefix) and not path.endswith("/")
+                if path.startswith(f"{self._path(name)}/") and not path.endswith("/")
             }
 
         return self.retried(f"listing '{name or '.'}'", call)

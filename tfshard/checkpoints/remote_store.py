@@ -502,7 +502,7 @@ class RemoteStore(stores.Store):
         staging = Staging()
         try:
             for file, size in self.sizes(name).items():
-                if file.startswith(f"{prefix}."):
+                if file.startswith(f"{prefix}.") and files.OTHER_FILE.fullmatch(file):
                     with open(staging / file, "wb") as target:
                         for begin in range(0, size or 0, _FILE_BYTES):
                             end = min(size or 0, begin + _FILE_BYTES)

@@ -65,7 +65,7 @@ class StoredTensor:
     """A tensor in a file that exists.
 
     Attributes:
-        spec: What the file says of the tensor.
+        spec: The name, shape and dtype in the file.
         path: The file.
         offset: The position of the value in the file.
     """
@@ -75,7 +75,7 @@ class StoredTensor:
     offset: int
 
     def read(self) -> np.ndarray:
-        """Return the value. A large value is a memory map: only what is used of it is read."""
+        """Return the value. A large value is a memory map, which reads only the parts that are used."""
         shape, dtype = self.spec.shape, self.spec.numpy_dtype
         if 0 in shape:
             return np.zeros(shape, dtype)

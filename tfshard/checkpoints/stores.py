@@ -142,7 +142,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def sizes(self, name: str) -> dict[str, int | None]:
-        """Return the size of each file of a checkpoint; None for what is not a regular file."""
+        """Return the size of each file of a checkpoint; None if it is not a regular file."""
 
     @abc.abstractmethod
     def sha256(self, name: str, file: str) -> str:

@@ -1,10 +1,11 @@
 """What `tfshard doctor --cluster` prints: the variables, the choice, addresses and ports. Starts no device."""
 
-import concurrent.futures
 import contextlib
 import functools
 import os
+import queue
 import socket
+import threading
 from collections.abc import Callable, Mapping
 
 from tfshard.clusters import finding, run_secret, variables
@@ -80,18 +81,20 @@ def _describe(run: ClusterRun, environment: Mapping[str, str], seconds: float) -
 
 def _within(seconds: float, ask: Callable[[], str]) -> str | None:
     """Return an answer, or None if it takes longer. Asking for a name has no limit of its own."""
-    pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    answers: queue.Queue[str] = queue.Queue()
+    # Not a thread pool: Python would wait for its thread at the end of the program.
+    threading.Thread(target=lambda: answers.put(ask()), name="tfshard-report", daemon=True).start()
     try:
-        return pool.submit(ask).result(timeout=seconds)
-    except concurrent.futures.TimeoutError:
+        return answers.get(timeout=seconds)
+    except queue.Empty:
         return None
-    finally:
-        pool.shutdown(wait=False)
 
 
 def _resolved(name: str) -> str:
     try:
         found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
+    except UnicodeError:
+        return "FAILED: this is no name of a machine"
     except OSError as error:
         return f"FAILED: {error.strerror or error}"
     return ", ".join(dict.fromkeys(str(each[4][0]) for each in found))
@@ -103,6 +106,8 @@ def _reached(run: ClusterRun, seconds: float) -> str:
             return "a program listens there: the coordinator of this run, or of another one"
     except ConnectionRefusedError:
         pass
+    except UnicodeError:
+        return "FAILED: this is no name of a machine"
     except OSError as error:
         return f"FAILED: {error.strerror or error}. A firewall or network policy may be in the way"
     if run.index:

@@ -5,7 +5,7 @@ import zlib
 
 from tfshard.command_line import DEFAULT_PORT as DEFAULT_PORT
 
-# Where several runs may share a machine, each run gets a port from this range, below the ports of connections.
+# If several runs may share a machine, each run gets a port from this range, below the ports of outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 20000, 8192
 
 
@@ -22,11 +22,11 @@ class ClusterRun:
         port: The port of the control channel at that address.
         addresses: The name or address of each member. Empty if the system does not tell them: then each member is
             reached at the address from which it connects to the coordinator.
-        local_index: The number of this member among those of its machine, from 0.
+        local_index: The number of this member among the members on its machine, from 0.
         num_local: The number of members on this machine.
         job: A name of the run, equal on all members. Not secret.
         has_own_gpus: True if CUDA_VISIBLE_DEVICES, where it is set, holds the GPUs of this member alone.
-        notes: What was left out, such as parameter servers.
+        notes: Remarks for `tfshard doctor --cluster`, such as parameter servers that take no part.
     """
 
     system: str
@@ -49,7 +49,7 @@ class ClusterRun:
 
     @property
     def identity(self) -> dict[str, object]:
-        """What all members of the run agree on. Keeps members of two runs apart. Not secret."""
+        """The facts that are equal on all members of the run. They keep two runs apart, and are not secret."""
         return {"system": self.system, "job": self.job, "members": self.num_members}
 
 

@@ -48,13 +48,13 @@ SYSTEMS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SystemFinding:
-    """What a system's variables say.
+    """The run that a system's variables describe, or the error in them.
 
     Attributes:
         system: The system.
         run: The run, or None if the variables describe none.
         error: Why the variables cannot be read, or an empty text.
-        state: What became of it: `"chosen"`, or why it was ignored.
+        state: `"chosen"`, or why the system was ignored.
     """
 
     system: System
@@ -88,7 +88,7 @@ def find_run(environment: Mapping[str, str] | None = None) -> ClusterRun | None:
 
 
 def findings(environment: Mapping[str, str]) -> list[SystemFinding]:
-    """Return what each system's variables say, in the order of precedence. At most one is chosen.
+    """Return the finding of each system, in the order of precedence. At most one system is chosen.
 
     Raises:
         ClusterError: TFSHARD_CLUSTER names no system.

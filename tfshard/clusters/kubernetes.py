@@ -47,6 +47,8 @@ def read(environment: Mapping[str, str], full_name: str | None = None) -> Cluste
     job, dash, number = pod.rpartition("-")
     if "TFSHARD_COORDINATOR" in environment:
         host, port = variables.coordinator_of(environment, DEFAULT_PORT)
+        if number != str(index):
+            job = f"{host}:{port}"  # The pods' names may have nothing in common.
     else:
         if not dash or number != str(index):
             raise ClusterError(

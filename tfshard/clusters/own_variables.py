@@ -1,7 +1,7 @@
 """tfshard's own variables, for systems that this package does not know.
 
-All three name a run. One or two complete what another system tells: the address of Open MPI's member 0, or the number
-of pods of a Kubernetes Job.
+All three together name a run. One or two of them add what another system leaves out: the address of Open MPI's member
+0, or the number of pods of a Kubernetes Job.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Steps of SLURM, which `srun` starts.
 
-`tf.distribute.cluster_resolver.SlurmClusterResolver` reads the same variables. It is not used: it sorts the nodes by
-name (n10 before n2) where SLURM numbers its tasks in the order of the list, refuses names such as rack1n[1-2]x and
-rack[1-2]n[1-2], runs nvidia-smi, and sets CUDA_VISIBLE_DEVICES.
+`tf.distribute.cluster_resolver.SlurmClusterResolver` reads the same variables, but tfshard does not use it. The
+resolver sorts the nodes by name (n10 before n2), while SLURM numbers its tasks in the order of the list. It refuses
+names such as rack1n[1-2]x and rack[1-2]n[1-2], runs nvidia-smi, and sets CUDA_VISIBLE_DEVICES.
 """
 
 import re
@@ -54,7 +54,7 @@ def read(environment: Mapping[str, str]) -> ClusterRun | None:
         # Every distribution of tasks begins on the first node.
         coordinator=nodes[0],
         port=port_of(job),
-        # Which task runs on which node depends on the distribution, unless each node has one.
+        # The distribution decides which task runs on which node, unless each node has one task.
         addresses=tuple(nodes) if len(nodes) == count else (),
         local_index=variables.integer({"SLURM_LOCALID": "0", **environment}, "SLURM_LOCALID", SYSTEM, below=num_local),
         num_local=num_local,

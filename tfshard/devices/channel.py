@@ -9,6 +9,7 @@ A member without a secret begins with another magic word. The two ends then make
 exchange (key_exchange.py), over which the server hands out the run's secret once to each member (enrolment.py).
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -20,7 +21,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tfshard.devices.key_exchange import PUBLIC_BYTES, BadPublicValueError, KeyExchange
@@ -275,13 +276,12 @@ class Server:
 
     def _accept(self) -> None:
         while True:
+            # A run may have more members than this. The others wait in the kernel's queue.
+            self._strangers.acquire()
             try:
                 sock, _ = self._socket.accept()
             except OSError:
                 return  # Closed.
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
-                continue
             threading.Thread(target=self._serve, args=(sock,), name="tfshard-serve", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
@@ -318,6 +318,34 @@ class Server:
         else:
             self.refused.put(f"{connection.peer_address}: {reason}")
             connection.send("refused", reason=reason)
+
+
+def check_is_reachable(name: str, address: str, others: Iterable[str]) -> None:
+    """Check that other hosts can reach a name, which systems such as Debian give the address 127.0.1.1 on its own host.
+
+    Args:
+        name: The name of this host.
+        address: Its address, as this host sees it.
+        others: The names or addresses of the other hosts.
+
+    Raises:
+        LaunchError: The address is a loopback address, and another host has an address that is not.
+    """
+    if not _is_loopback(address):
+        return
+    for other in others:
+        with contextlib.suppress(OSError):
+            found = str(socket.getaddrinfo(other, None, proto=socket.IPPROTO_TCP)[0][4][0])
+            if not _is_loopback(found):
+                raise LaunchError(
+                    f"This machine gives its own name '{name}' the address {address} (see /etc/hosts), which '{other}' "
+                    f"at {found} cannot reach. Name the address of this machine in the private network instead, or "
+                    f"correct /etc/hosts. Received: address={name!r}"
+                )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def check_private(host: str, *, allow_public: bool = False, wait: float = 0.0) -> str:

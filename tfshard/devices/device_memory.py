@@ -28,7 +28,7 @@ class DeviceMemory:
 
     Attributes:
         bytes: The number of bytes.
-        origin: Where the number comes from, for messages.
+        origin: The source of the number, for messages.
     """
 
     bytes: int

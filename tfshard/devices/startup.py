@@ -112,9 +112,9 @@ def initialize(
         device_type: `"CPU"`, `"GPU"` or `"TPU"`. Default: TPU or GPU if TensorFlow sees one, else CPU.
         devices: The names of the GPUs to use, such as `["GPU:3", "GPU:0"]`, or of logical CPU devices, instead of
             `num_devices` and `device_type`. A mesh has the devices in this order. TensorFlow sees only these GPUs, and
-            numbers them from 0: the first name is its `GPU:0`. The numbers are those of `CUDA_VISIBLE_DEVICES`; if the
-            variable is set already, they count the GPUs that it lists. Not in a run started by `tfshard launch`, which
-            gives each client its GPUs. Not run on GPUs.
+            numbers them from 0: the first name is its `GPU:0`. The given numbers are CUDA's. If
+            `CUDA_VISIBLE_DEVICES` is set already, they count the GPUs in its list, from 0. Not in a run started by
+            `tfshard launch`, which gives each client its GPUs. Not run on GPUs.
         memory_per_device: The memory of a device for which `strategy="auto"` chooses: bytes, or a text such as
             `"16GiB"`. By default the memory that the driver reports, and on CPU an equal part of the host's available
             memory. It limits the choice, not TensorFlow. A later call may change it.
@@ -125,7 +125,7 @@ def initialize(
         The `Runtime` in use.
 
     Raises:
-        ClusterError: The variables of the cluster lack something or contradict each other.
+        ClusterError: The variables of the cluster are incomplete or contradict each other.
         LaunchError: The coordinator of the cluster's run cannot be reached, or refuses this process.
         InitializationError: The device type is unknown, the machine has fewer devices than requested, a second call
             differs from the first, or TensorFlow has already fixed its devices. A name in `devices` is wrong, or

@@ -1,7 +1,7 @@
 """The program of the coordinator's process. It takes options from stdin, and writes where it listens to stdout.
 
-The process does not import TensorFlow, which would take seconds and hundreds of MB: the `__init__` of three packages
-imports it, so empty packages take their places here.
+The process does not import TensorFlow, which would take seconds and hundreds of MB. The `__init__` of three packages
+imports TensorFlow, so the process replaces these packages with empty ones.
 """
 
 import json

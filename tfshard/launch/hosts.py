@@ -17,7 +17,7 @@ class Hosts:
         names: The names or addresses of the hosts, equal on all hosts. Empty where the cluster does not tell them.
         index: The index of this host.
         port: The port of the first host's launcher. 0: the default.
-        identity: What the launchers of a cluster's run agree on (`ClusterRun.identity`), or None.
+        identity: The facts that are equal on all launchers of a cluster's run (`ClusterRun.identity`), or None.
     """
 
     names: tuple[str, ...] = ("127.0.0.1",)

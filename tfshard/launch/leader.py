@@ -101,6 +101,8 @@ class Leader:
             allow_public=options.allow_public_address,
             wait=_NAME_SECONDS if options.identity is not None else 0.0,
         )
+        if options.address is None:
+            channel.check_is_reachable(options.hosts[0], host, options.hosts[1:])
         port = options.port or (DEFAULT_PORT if len(options.hosts) > 1 else 0)
         enrol = None if self._enrolment is None else self._enrolment.enrol
         self._server = Server(host, port, self._secret, self._events, enrol)
@@ -388,6 +390,8 @@ class Leader:
             jobs = [other.job for other in clients.values()]
             for each in clients.values():
                 self._reply(each, {"kind": "start", "jobs": jobs, "seed": self._seed})
+            if self._enrolment is not None:
+                self._enrolment.close()
 
     # --- failures -------------------------------------------------------------------------------------
 

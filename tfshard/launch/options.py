@@ -34,8 +34,8 @@ class Launch:
             ports. 0 picks free ports.
         allow_public_address: Allow a public address to listen on.
         secret: The secret that the launchers of several hosts share.
-        identity: What the launchers of a cluster's run agree on (`ClusterRun.identity`). Without a secret, the leader
-            then hands one to the other launchers. None requires a secret.
+        identity: The facts that are equal on all launchers of a cluster's run (`ClusterRun.identity`). If `secret` is
+            None, the leader then hands a secret to the other launchers. With None, several hosts need a `secret`.
         startup_timeout: The limit from the start until every client has called `tfshard.initialize()`.
         registration_timeout: The limit from the first client's call until the last client's call.
         step_timeout: The limit for a training step, and for a client's silence.

@@ -96,7 +96,7 @@ def spawn(
 
 @contextlib.contextmanager
 def _received() -> Iterator[list[int]]:
-    """Collect signals. Only the main thread can; in another one, they do what they did before."""
+    """Collect signals. Only the main thread can collect them; in another thread, signals keep their handlers."""
     if threading.current_thread() is threading.main_thread():
         with signals() as received:
             yield received
@@ -124,7 +124,7 @@ def _environment() -> Iterator[None]:
 def _failure(folder: pathlib.Path, code: int) -> ClientError:
     """Return the error of the client that failed first, or of the run."""
     files = sorted(folder.glob(f"{ERROR}*"), key=lambda file: file.stat().st_mtime_ns)
-    # After the first client's own error, others may have had errors of their lost connections.
+    # After the first client's error, the other clients may have had errors of lost connections.
     for file in files:
         text, kind, pickled = pickle.loads(file.read_bytes())
         error: ClientError = ClientError(

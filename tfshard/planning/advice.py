@@ -358,8 +358,11 @@ def advise(
 
 
 def _by_step(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort candidates by the time of a step. Those that fit and are about as fast as the fastest come first, and keep
-    their order: the lowest stage with all devices on the batch axis before others."""
+    """Sort candidates by the time of a step.
+
+    Candidates that fit and are about as fast as the fastest come first. They keep their order: the lowest stage with
+    all devices on the batch axis comes before the others.
+    """
     fitting = [each.step_seconds for each in candidates if each.fits and each.step_seconds is not None]
     limit = _ALIKE * min(fitting, default=0.0)
 

@@ -1,7 +1,7 @@
 """The described machine that is most like the devices of this process, for `strategy="auto"`.
 
-A description only has to rank configurations. The one of logical CPU devices was measured, those of GPUs are from data
-sheets (`clusters`).
+A description only has to rank configurations. The description of logical CPU devices was measured. The descriptions of
+GPUs come from data sheets (`clusters`).
 """
 
 import dataclasses

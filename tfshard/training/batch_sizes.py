@@ -59,9 +59,9 @@ def find_batch_size(
         y: Targets of the same samples.
         sample_weight: Weights of the same samples.
         max_batch_size: The largest size to try.
-        steps: How many steps a try takes. The first step also makes what later steps keep.
-        memory_limit: The bytes that the process may hold, or a text such as `"8GiB"`. By default what it holds, and
-            four fifths of the host's available memory. Not for GPUs and TPUs.
+        steps: The number of steps of a try. The first step also allocates buffers that later steps keep.
+        memory_limit: The bytes that the process may hold, or a text such as `"8GiB"`. By default, the present memory of
+            the process plus four fifths of the host's available memory. Not for GPUs and TPUs.
 
     Returns:
         The batch size.

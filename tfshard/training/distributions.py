@@ -143,10 +143,10 @@ def _creating(variable: keras.Variable) -> Iterator[None]:
 
 
 def _note_layout(variable: keras.Variable, strategy: ShardedStrategy) -> None:
-    """Give a new variable the layout of the active distribution, and the strategy's map a rule for it, if need be.
+    """Give a new variable the layout of the active distribution.
 
-    The map needs one if the variable was given a layout of its own, if the distribution is of a class of a user, or if
-    its layout map has changed.
+    The strategy's layout map gets a rule for the variable if the map would give another layout. This happens if the
+    user gave the variable a layout, if the distribution is of a user's class, or if its layout map has changed.
     """
     if any(isinstance(caller, keras.optimizers.Optimizer) for caller in _private.scope_callers()):
         return
@@ -202,8 +202,8 @@ def distribute_tensor(tensor: Any, layout: Any) -> Any:
 
     Args:
         tensor: A tensor or array, or a structure of them.
-        layout: A `keras.distribution.TensorLayout` or a DTensor layout. Its axes are those of the first dims. In a
-            step, an axis that does not divide its dim does not shard it.
+        layout: A `keras.distribution.TensorLayout` or a DTensor layout. Its axes belong to the first dims; the other
+            dims are not sharded. In a step, an axis that does not divide its dim does not shard it.
 
     Raises:
         LayoutError: The layout has more axes than the tensor has dims; it names an axis that the mesh does not have;
