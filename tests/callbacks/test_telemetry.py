@@ -315,6 +315,11 @@ def test_values_that_are_no_numbers_and_names_that_are_not_declared_are_refused(
         found.record("a", None)
     with pytest.raises(tfshard.errors.TelemetryError, match="Metric 'b' of Telemetry must be a number. Received: 'te"):
         fit(compiled(sharded()), found)
+    found = tfshard.callbacks.Telemetry(metrics={"c": lambda logs: logs["val_loss"]}, profile_every=None)
+    with pytest.raises(
+        tfshard.errors.TelemetryError, match="The function of metric 'c' of Telemetry failed with KeyEr"
+    ):
+        fit(compiled(sharded()), found)
     found = tfshard.callbacks.Telemetry(metrics={"mae": None}, profile_every=None)
     with pytest.raises(tfshard.errors.TelemetryError, match="A metric of the model is also called 'mae'"):
         fit(compiled(sharded(), metrics=["mae"]), found)

@@ -216,7 +216,7 @@ class Telemetry(keras.callbacks.Callback, StepWatcher):  # type: ignore[misc]  #
         for name, function in self.metrics.items():
             recorded = self._recorded.get(name)
             if function is not None:
-                found[name] = _number(name, function(logs))
+                found[name] = _number(name, _measured(name, function, logs))
             else:
                 found[name] = math.nan if recorded is None else float(np.mean(recorded))
         return found
@@ -448,6 +448,16 @@ class _MeasuredFit:
             device_bytes=strategy.report(model).bytes_per_device(),
             flops_per_sample=flops / _samples(self._inputs),
         )
+
+
+def _measured(name: str, function: Callable[[dict[str, Any]], float], logs: dict[str, Any]) -> float:
+    try:
+        return function(logs)
+    except Exception as error:
+        raise TelemetryError(
+            f"The function of metric {name!r} of Telemetry failed with {type(error).__name__}: {error}. It received "
+            f"logs with the names {sorted(logs)}"
+        ) from error
 
 
 def _checked_metrics(metrics: Any) -> dict[str, Callable[[dict[str, Any]], float] | None]:
