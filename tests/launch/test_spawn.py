@@ -126,6 +126,12 @@ def test_what_cannot_be_pickled_and_wrong_options_are_refused_before_a_process_s
             tfshard.spawn(print, args=args)
     with pytest.raises(tfshard.errors.LaunchError, match="num_processes must be at least 1"):
         tfshard.spawn(print, num_processes=0)
+    for wrong in (True, "2", 1.5):
+        for name in ("num_processes", "devices_per_process"):
+            with pytest.raises(
+                tfshard.errors.LaunchError, match=f"{name} must be an integer. Received: {name}={wrong!r}"
+            ):
+                tfshard.spawn(print, **{name: wrong})
 
 
 def test_a_client_cannot_spawn():

@@ -69,6 +69,10 @@ class Launch:
     allocator: str = ALLOCATORS[0]
 
     def __post_init__(self) -> None:
+        for name in ("num_processes", "devices_per_process"):
+            count = getattr(self, name)
+            if type(count) is not int and not (name == "devices_per_process" and count is None):
+                raise LaunchError(f"{name} must be an integer. Received: {name}={count!r}")
         if self.num_processes < 1:
             raise LaunchError(f"num_processes must be at least 1. Received: num_processes={self.num_processes}")
         if self.devices_per_process is not None and self.devices_per_process < 1:
