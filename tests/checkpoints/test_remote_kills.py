@@ -221,7 +221,7 @@ def number_of_thread_or_0() -> int:
 @pytest.mark.slow
 def test_kill_minus_9_at_requests_of_a_save_to_a_real_server(tmp_path):
     """TFSHARD_SWEEP=1 kills at each request that changes something: before the server sees it, and after."""
-    done = launched.run(str(HERE / "killed_remote_saves.py"), str(tmp_path), "2")
+    done = launched.run(str(HERE / "killed_remote_saves.py"), str(tmp_path), "2", timeout=3600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (planned,) = launched.said(done, "PLAN")
     taken, _, count = planned.split()
@@ -231,6 +231,6 @@ def test_kill_minus_9_at_requests_of_a_save_to_a_real_server(tmp_path):
 
 @pytest.mark.slow
 def test_kill_minus_9_of_one_of_two_clients_that_save_to_a_real_server(tmp_path):
-    done = launched.run(str(HERE / "killed_remote_saves.py"), str(tmp_path), "10", "--launched")
+    done = launched.run(str(HERE / "killed_remote_saves.py"), str(tmp_path), "10", "--launched", timeout=3600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert launched.said(done, "PASSED") == [launched.said(done, "PLAN")[0].split()[0]]
