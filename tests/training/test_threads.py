@@ -34,6 +34,7 @@ def test_threads_have_the_numbers_of_one_device_and_end():
 
 def test_a_step_in_another_thread_of_a_client_of_several_is_refused():
     client = clients.Launched.__new__(clients.Launched)
+    client._thread = threading.current_thread()
     client.count, client._steps = 2, {}
     raised: list[BaseException] = []
 
