@@ -3,7 +3,7 @@
 import dataclasses
 import io
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import rich.box
@@ -89,6 +89,15 @@ def parse_size(name: str, given: object) -> int:
             f"Received: {name}={given!r}"
         )
     return bytes_
+
+
+def mesh(sizes: Mapping[str, int]) -> str:
+    """Return the axes of a mesh with their sizes as text.
+
+    >>> mesh({"batch": 2, "model": 2})
+    'batch=2 x model=2'
+    """
+    return " x ".join(f"{axis}={count}" for axis, count in sizes.items())
 
 
 def layout(axes: Sequence[str | None]) -> str:

@@ -236,7 +236,7 @@ class Report:
         return tables.as_text(self._totals_table(), blocks, *self._sentences())
 
     def _totals_table(self) -> rich.table.Table:
-        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
+        axes = tables.mesh(self.mesh)
         title = f"{self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}"
         labels = (
             ("parameter", "parameters"),

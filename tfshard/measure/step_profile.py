@@ -142,7 +142,7 @@ class StepProfile:
 
     def table(self) -> rich.table.Table:
         """Return the profile as a rich table."""
-        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.given.items())
+        axes = tables.mesh(self.mesh.given)
         title = f"One step on {axes}, {1e3 * self.seconds:.0f} ms"
         if self.peak is not None:
             title += f", {tables.size(self.peak.added)} more in memory at its peak"

@@ -173,7 +173,7 @@ class Advice:
             verdict += "" if each.bubble is None else f", ranks wait {each.bubble:.0%}"
             verdict += f", microbatches={each.microbatches}" if each.microbatches > 1 else ""
             verdict += "" if each.compression is None else f", {each.compression}"
-            table.add_row(_mesh_text(each.mesh_shape), str(each.zero_stage), *cells, verdict)
+            table.add_row(tables.mesh(each.mesh_shape), str(each.zero_stage), *cells, verdict)
         return tables.as_text(*self.reasons, table)
 
     __repr__ = __str__
@@ -716,7 +716,7 @@ def _choose(candidates: Sequence[Candidate], without_activations: bool, has_mode
         first = candidates[0]
         is_indivisible = first.problem is not None and first.problem.startswith(_INDIVISIBLE)
         remedy = ". Change the batch or the number of devices." if is_indivisible else ""
-        reasons = [f"Nothing can be used. {_mesh_text(first.mesh_shape)}: {first.problem}{remedy}"]
+        reasons = [f"Nothing can be used. {tables.mesh(first.mesh_shape)}: {first.problem}{remedy}"]
     if not has_model_axis and (chosen is None or chosen.zero_stage.shard_params):
         reasons.append(
             "A layout map over the axis 'model' would allow a model axis, which also shards the gathered parameters "
@@ -784,8 +784,4 @@ def _text(candidate: Candidate) -> str:
     again += f" with microbatches={candidate.microbatches}" if candidate.microbatches > 1 else ""
     option = "" if candidate.compression is None else f" with compression={candidate.compression!r}"
     waits = "" if candidate.bubble is None else f", in which ranks wait {candidate.bubble:.0%} of the time"
-    return f"{_mesh_text(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}{waits}"
-
-
-def _mesh_text(mesh_shape: Mapping[str, int]) -> str:
-    return " x ".join(f"{name}={size}" for name, size in mesh_shape.items())
+    return f"{tables.mesh(candidate.mesh_shape)} at stage {candidate.zero_stage}{again}{option}{waits}"

@@ -334,7 +334,7 @@ class ShardingPlan:
         Args:
             detail: True for a row for each variable, slot and collective. By default equal ones share a row.
         """
-        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.given.items())
+        axes = tables.mesh(self.mesh.given)
         title = f"Plan for {self.world_size} devices ({axes}), ZeRO stage {self.zero_stage}"
         labels = ("parameters", "untrained weights", "gradients until the update", "optimizer slots", "all")
         totals = [

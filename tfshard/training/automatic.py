@@ -26,14 +26,13 @@ from tfshard.graph import auto_layout, inventory
 from tfshard.layouts import planner
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS
 from tfshard.operations import blocks, layer_patch
-from tfshard.training import custom_steps
+from tfshard.training import custom_steps, decisions
 from tfshard.training.strategy import ShardedStrategy
 
 if TYPE_CHECKING:
     from tfshard.layouts.planner import Advice, Candidate, Machine
 
 AUTO = "auto"
-_logger = logging.getLogger("tfshard")
 # The near misses that an error names.
 _MISSES = 3
 
@@ -216,10 +215,6 @@ def _axes(candidate: "Candidate") -> dict[str, int]:
     return axes or {BATCH_AXIS: 1}
 
 
-def _axes_text(candidate: "Candidate") -> str:
-    return " x ".join(f"{name}={size}" for name, size in _axes(candidate).items())
-
-
 def _settings(candidate: "Candidate") -> tuple[object, ...]:
     return _axes(candidate), candidate.zero_stage, candidate.microbatches, candidate.recompute
 
@@ -336,13 +331,13 @@ def _tell(
     count, kind = started.num_devices, started.device_type
     devices = f"each of {count} {kind} devices" if count > 1 else f"the only {kind} device"
     line = (
-        f'strategy="auto" {verb} {_axes_text(chosen)}, ZeRO stage {stage}{extra}, for '
+        f'strategy="auto" {verb} {tables.mesh(_axes(chosen))}, ZeRO stage {stage}{extra}, for '
         f"batches of {rows} sample{'' if rows == 1 else 's'}: {why}. It needs {tables.size(chosen.needed_bytes)} of "
         f"{tables.size(memory.bytes)} on {devices} "
         f"({memory.origin}). To write it down: strategy={code_of(chosen)}{again}"
     )
     if clients.here().rank == 0:
-        _logger.info(line)
+        decisions.log(logging.INFO, lambda: line)
         print(f"tfshard: {line}", file=sys.stderr, flush=True)
 
 
@@ -358,7 +353,7 @@ def _impossible(
 ) -> str:
     """Return the message of the error that no mesh can take a batch: the reasons, and what helps."""
     devices = started.num_devices
-    reasons = {_axes_text(each): each.problem for each in advised.candidates}
+    reasons = {tables.mesh(_axes(each)): each.problem for each in advised.candidates}
     listed = "; ".join(f"{axes}: {problem}" for axes, problem in reasons.items())
     return (
         f"strategy='auto' found no mesh for model '{model.name}'. {listed}. Use a batch_size that is a "

@@ -6,7 +6,7 @@ No handler is added, so Python prints nothing by default. Nothing is computed un
 import collections
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 
@@ -30,11 +30,6 @@ def log(level: int, text: Callable[[], str]) -> None:
         _LOGGER.log(level, "%s%s", f"client {here.rank}: " if here.is_launched else "", text())
 
 
-def mesh_text(mesh_shape: Mapping[str, int]) -> str:
-    """Return a mesh as text, such as `batch=2 x model=2`."""
-    return " x ".join(f"{axis}={size}" for axis, size in mesh_shape.items())
-
-
 def tell(model: keras.Model, strategy: StrategyBase, placement: ModelPlacement) -> None:
     """Log what was decided for a built model.
 
@@ -47,8 +42,8 @@ def tell(model: keras.Model, strategy: StrategyBase, placement: ModelPlacement) 
     config = strategy.config
 
     def settings() -> str:
-        device_type = strategy.mesh.device_type()
-        chosen = [f"mesh {mesh_text(strategy.mesh_shape)} of {device_type} devices", f"ZeRO stage {config.zero_stage}"]
+        devices = f"{tables.mesh(strategy.mesh_shape)} of {strategy.mesh.device_type()} devices"
+        chosen = [f"mesh {devices}", f"ZeRO stage {config.zero_stage}"]
         chosen.append(f"{config.microbatches.count} microbatch{'es' * (config.microbatches.count > 1)}")
         if config.reduction is not None:
             chosen.append(f"compression {config.reduction.option!r}")

@@ -105,7 +105,7 @@ class Verification:
 
     def table(self) -> rich.table.Table:
         """Return the comparisons as a rich table."""
-        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
+        axes = tables.mesh(self.mesh)
         table = rich.table.Table(
             title=f"Model '{self.model}' on {axes}, ZeRO stage {self.zero_stage}, against one device "
             f"(tolerance {self.tolerance:.0e})",

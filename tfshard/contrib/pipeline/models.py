@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard import _private
+from tfshard import _private, tables
 from tfshard.contrib.pipeline import schedules
 from tfshard.contrib.pipeline.cut import CutModel, cut
 from tfshard.contrib.pipeline.pipeline import Pipeline
@@ -184,7 +184,7 @@ def _told(name: str, how: _Cut, strategy: ShardedStrategy) -> str:
         f"stage {stage.number} has {len(stage.layers)} layers, {stage.layers[0]} to {stage.layers[-1]}"
         for stage in how.made.stages
     )
-    mesh = decisions.mesh_text(strategy.pipeline_axes)
+    mesh = tables.mesh(strategy.pipeline_axes)
     return (
         f"model '{name}': mesh {mesh} of {strategy.mesh.device_type()} devices, ZeRO stage {strategy.zero_stage}, "
         f"schedule {how.schedule}, {how.microbatches} microbatches; {stages}"

@@ -108,7 +108,7 @@ class Simulation:
                 continue
             table.add_row(
                 f"{devices:,}",
-                " x ".join(f"{axis}={size}" for axis, size in each.mesh_shape.items()),
+                tables.mesh(each.mesh_shape),
                 str(each.zero_stage),
                 str(each.microbatches),
                 "yes" if each.recompute else "no",
