@@ -84,22 +84,29 @@ class Candidate(Peak):
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), zero_stage=0)
         model.compile(optimizer, loss, strategy=strategy)
         """
-        axes = ", ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
-        options = f", zero_stage={self.zero_stage}"
-        is_pipelined = PIPELINE_AXIS in self.mesh_shape
-        options += f", microbatches={self.microbatches}" if self.microbatches > 1 and not is_pipelined else ""
-        options += ", layout_map=layout_map" if MODEL_AXIS in self.mesh_shape else ""
-        # A PowerSGD prints its fields.
-        prefix = "" if self.compression is None or isinstance(self.compression, str) else "tfshard."
-        options += "" if self.compression is None else f", compression={prefix}{self.compression!r}"
-        lines = [
-            f"strategy = tfshard.ShardedStrategy(tfshard.create_mesh({axes}){options})",
-            "model.compile(optimizer, loss, strategy=strategy)",
-        ]
-        if is_pipelined:
+        lines = [f"strategy = {self.strategy_code()}", "model.compile(optimizer, loss, strategy=strategy)"]
+        if PIPELINE_AXIS in self.mesh_shape:
             ranks = self.mesh_shape[PIPELINE_AXIS]
             lines.insert(0, f"model = tfshard.pipeline(model, stages={ranks}, microbatches={self.microbatches})")
         return "\n".join(lines + ["strategy.recompute(model)"] * self.recompute)
+
+    def strategy_code(self, layout_map: str = "layout_map") -> str:
+        """Return the Python expression that makes the strategy.
+
+        Args:
+            layout_map: The expression of the layout map, which a mesh with a model axis needs.
+        """
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
+        options = [f"tfshard.create_mesh({axes})"]
+        options += [f"layout_map={layout_map}"] * (MODEL_AXIS in self.mesh_shape)
+        options.append(f"zero_stage={self.zero_stage}")
+        if self.microbatches > 1 and PIPELINE_AXIS not in self.mesh_shape:
+            options.append(f"microbatches={self.microbatches}")
+        if self.compression is not None:
+            # A PowerSGD prints its fields.
+            prefix = "" if isinstance(self.compression, str) else "tfshard."
+            options.append(f"compression={prefix}{self.compression!r}")
+        return f"tfshard.ShardedStrategy({', '.join(options)})"
 
     @property
     def seconds(self) -> float:

@@ -199,14 +199,7 @@ def strategy_of(candidate: "Candidate") -> ShardedStrategy:
 
 def code_of(candidate: "Candidate") -> str:
     """Return the expression that makes the strategy of a candidate."""
-    axes = ", ".join(f"{name}={size}" for name, size in _axes(candidate).items())
-    options = [f"tfshard.create_mesh({axes})"]
-    if MODEL_AXIS in _axes(candidate):
-        options.append(f'layout_map="{auto_layout.AUTO}"')
-    options.append(f"zero_stage={int(candidate.zero_stage)}")
-    if candidate.microbatches > 1:
-        options.append(f"microbatches={candidate.microbatches}")
-    return f"tfshard.ShardedStrategy({', '.join(options)})"
+    return dataclasses.replace(candidate, mesh_shape=_axes(candidate)).strategy_code(f'"{auto_layout.AUTO}"')
 
 
 def _axes(candidate: "Candidate") -> dict[str, int]:
