@@ -198,6 +198,23 @@ class Storage:
         shards = messages.unpacked(self.buffer.value())
         return list(zip(self.format.stored_on.local_device_locations(), shards, strict=True))
 
+    def local_copies(self, *, share_equal: bool = False) -> list[np.ndarray]:
+        """Return copies of this client's local shards on the host, for `set_local`. Eager only.
+
+        Args:
+            share_equal: True to copy the shard of the first device for all devices that should hold the same shard.
+        """
+        if not share_equal:
+            return [np.array(shard) for _, shard in self.local_tensors()]
+        first: dict[tuple[int, ...], np.ndarray] = {}
+        found = []
+        for location, shard in self.local_tensors():
+            part = boxes.part(self.format.storage, boxes.in_replica(location, self.format.mesh_axes))
+            if part not in first:
+                first[part] = np.array(shard)
+            found.append(first[part])
+        return found
+
     @functools.cached_property
     def handles(self) -> list[tuple[dict[str, int], tf.Tensor]]:
         """The resource of each local shard of this client, with its location. The property always returns the same

@@ -17,7 +17,6 @@ from tfshard import _private, tables
 from tfshard.devices import clients, device_memory, startup
 from tfshard.errors import DeviceMemoryError, StrategyError
 from tfshard.graph import inventory
-from tfshard.layouts import boxes
 from tfshard.layouts.axes import axis_sizes
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
@@ -322,19 +321,8 @@ class _StoredBits:
                 self._plain.append((variable, np.array(current.numpy())))
                 continue
             for each in (current, *current.kept.values()):
-                self._note(each.storage)
-
-    def _note(self, storage: Storage) -> None:
-        if storage in self._storages:
-            return
-        first: dict[tuple[int, ...], np.ndarray] = {}
-        shards = []
-        for location, tensor in storage.local_tensors():
-            part = boxes.part(storage.format.storage, boxes.in_replica(location, storage.format.mesh_axes))
-            if part not in first:
-                first[part] = np.array(tensor.numpy())
-            shards.append(first[part])
-        self._storages[storage] = shards
+                if each.storage not in self._storages:
+                    self._storages[each.storage] = each.storage.local_copies(share_equal=True)
 
     def restore(self) -> None:
         """Set all values to what they were."""

@@ -123,7 +123,7 @@ def _restored(model: keras.Model) -> Iterator[None]:
     for variable in variables:
         current = _private.backend_variable(variable)
         if isinstance(current, ShardedVariable) and current.storage not in held:
-            held[current.storage] = [np.array(shard) for _, shard in current.storage.local_tensors()]
+            held[current.storage] = current.storage.local_copies()
     try:
         yield
     finally:

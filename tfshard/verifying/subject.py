@@ -97,7 +97,7 @@ class Subject:
         """
         for storage in self.storages():
             if storage not in self._held:
-                self._held[storage] = [np.array(shard) for _, shard in storage.local_tensors()]
+                self._held[storage] = storage.local_copies()
         known = {id(storage.buffer) for storage in self._held} | {id(variable) for variable, _ in self._others}
         for variable in used:
             if isinstance(variable, dtensor.DVariable) and id(variable) not in known:
