@@ -3,7 +3,6 @@
 import io
 import os
 import pickle
-import tracemalloc
 import zipfile
 
 import h5py
@@ -13,6 +12,7 @@ import pytest
 
 import tfshard
 from resuming import X, Y, build
+from traced_memory import peak
 
 EXTENSIONS = ["keras", "weights.h5"]
 
@@ -74,14 +74,6 @@ def test_memory_is_bounded_by_the_largest_variable(extension, tmp_path):
     model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
     largest = max(v.numpy().nbytes for v in model.variables)
     assert sum(v.numpy().nbytes for v in model.variables) > 15 * largest
-
-    def peak(function) -> int:
-        tracemalloc.start()
-        try:
-            function()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
 
     path = tmp_path / f"m.{extension}"
     tfshard.export(model, tmp_path / f"first.{extension}")  # Modules are imported before the measurement.

@@ -4,7 +4,6 @@ import json
 import os
 import struct
 import sys
-import tracemalloc
 
 import keras
 import numpy as np
@@ -14,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 import tfshard
 from resuming import X, Y, build
 from tfshard.checkpoints import safetensors_files
+from traced_memory import peak
 
 KIB = 1 / 2**20  # In units of 2**30 bytes.
 
@@ -159,14 +159,6 @@ def test_memory_is_bounded_by_the_largest_variable(ending, tmp_path):
     model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=4)))
     largest = max(v.numpy().nbytes for v in model.variables)
     assert sum(v.numpy().nbytes for v in model.variables) > 15 * largest
-
-    def peak(function) -> int:
-        tracemalloc.start()
-        try:
-            function()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
 
     size = 4 * largest / 2**30
     path = tfshard.export(model, tmp_path / f"first{ending}", max_shard_size=size)  # Imports modules.

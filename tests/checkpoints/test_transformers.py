@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import tracemalloc
 
 import huggingface_hub
 import keras
@@ -16,6 +15,7 @@ import tfshard
 import transformers_directories
 from tfshard.operations import layer_patch
 from tfshard.storage.variables import ShardedVariable
+from traced_memory import peak
 
 EXPORTED = ("gpt2", "llama", "mistral", "gemma")
 
@@ -165,15 +165,6 @@ def big_llama() -> keras.Model:
         vocabulary_size=512, num_layers=3, num_query_heads=8, num_key_value_heads=8, hidden_dim=512,
         intermediate_dim=2048, tie_word_embeddings=True,
     )  # fmt: skip
-
-
-def peak(function) -> int:
-    tracemalloc.start()
-    try:
-        function()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def test_the_host_holds_a_tensor_at_a_time(tmp_path):

@@ -220,11 +220,10 @@ def test_launchers_in_network_namespaces_train_as_one_device(system):
         np.testing.assert_allclose(found["losses"], launched_clusters.plain(), rtol=1e-5)
 
 
-def test_two_members_with_one_number_end_the_run_before_a_client_starts():
-    first, second = variables("Kubeflow TFJob", hosts())
-    first["TF_CONFIG"] = first["TF_CONFIG"].replace("]}", ', "127.0.0.9:1"]}')
-    second["TF_CONFIG"] = second["TF_CONFIG"].replace("]}", ', "127.0.0.9:1"]}')
-    command = [*watched.BARE_LAUNCH, "--num_processes=1", "--startup_timeout=30", watched.BARE_CLIENT, "--steps=2"]
+def said_by_refused_launchers(startup_timeout: int, *environments: dict[str, str]) -> list[str]:
+    """Start a launcher in each environment, check that all fail, and return their output."""
+    command = [*watched.BARE_LAUNCH, "--num_processes=1", f"--startup_timeout={startup_timeout}", watched.BARE_CLIENT,
+               "--steps=2"]  # fmt: skip
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(
@@ -233,27 +232,23 @@ def test_two_members_with_one_number_end_the_run_before_a_client_starts():
                     env={**clean_environment(), **each},
                 )
             )
-            for each in (first, second, second)
+            for each in environments
         ]  # fmt: skip
         said = [process.communicate(timeout=60)[0] for process in processes]
     assert all(process.returncode for process in processes), said
+    return said
+
+
+def test_two_members_with_one_number_end_the_run_before_a_client_starts():
+    first, second = variables("Kubeflow TFJob", hosts())
+    first["TF_CONFIG"] = first["TF_CONFIG"].replace("]}", ', "127.0.0.9:1"]}')
+    second["TF_CONFIG"] = second["TF_CONFIG"].replace("]}", ', "127.0.0.9:1"]}')
+    said = said_by_refused_launchers(30, first, second, second)
     assert "Two processes call themselves member 1" in said[0] and "client" not in said[0].partition("Two")[0]
 
 
 def test_a_member_without_the_secret_of_the_others_is_refused():
     first, second = variables("Kubeflow TFJob", hosts())
-    command = [*watched.BARE_LAUNCH, "--num_processes=1", "--startup_timeout=5", watched.BARE_CLIENT, "--steps=2"]
-    with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                    env={**clean_environment(), **each},
-                )
-            )
-            for each in ({**first, **SECRET}, second)
-        ]  # fmt: skip
-        said = [process.communicate(timeout=60)[0] for process in processes]
-    assert all(process.returncode for process in processes), said
+    said = said_by_refused_launchers(5, {**first, **SECRET}, second)
     assert "does not hand out a secret" in said[1] and "TFSHARD_SECRET, set it on all members" in said[1]
     assert "It has no secret, and this run has one" in said[0]
