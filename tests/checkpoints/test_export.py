@@ -109,18 +109,36 @@ def test_wrong_arguments_are_refused(model, tmp_path):
             call()
 
 
-def test_every_mismatch_is_named_at_once_and_nothing_is_changed(model, tmp_path):
-    path = tfshard.export(model, tmp_path / "m.weights.h5")
+@pytest.mark.parametrize(
+    "name, lines",
+    [
+        (
+            "m.weights.h5",
+            [
+                "'layers/dense/vars/0' (sequential/dense/kernel) has shape=(13, 17) in the file and "
+                "(13, 16) in the model",
+                "'layers/dense_2/vars/1' (sequential/dense_2/bias) of shape=(3,) is not in the file",
+                "'layers/batch_normalization/vars/0' of shape=(17,) is not in the model",
+            ],
+        ),
+        (
+            "m.safetensors",
+            [
+                "'sequential/dense/kernel' has shape=(13, 17) in the file and (13, 16) in the model",
+                "'sequential/dense_2/bias' of shape=(3,) is not in the file",
+                "'sequential/batch_normalization/gamma' of shape=(17,) is not in the model",
+            ],
+        ),
+    ],
+)
+def test_every_mismatch_is_named_at_once_and_nothing_is_changed(name, lines, model, tmp_path):
+    path = tfshard.export(model, tmp_path / name)
     keras.backend.clear_session()
     other = keras.Sequential([keras.Input((13,)), keras.layers.Dense(16), keras.layers.Dense(3), keras.layers.Dense(3)])
     before = other.get_weights()
     with pytest.raises(tfshard.errors.CheckpointMismatchError) as caught:
         tfshard.import_weights(other, path)
-    for line in (
-        "'layers/dense/vars/0' (sequential/dense/kernel) has shape=(13, 17) in the file and (13, 16) in the model",
-        "'layers/dense_2/vars/1' (sequential/dense_2/bias) of shape=(3,) is not in the file",
-        "'layers/batch_normalization/vars/0' of shape=(17,) is not in the model",
-    ):
+    for line in lines:
         assert line in str(caught.value)
     for ours, expected in zip(other.get_weights(), before, strict=True):
         np.testing.assert_array_equal(ours, expected)

@@ -324,20 +324,3 @@ def test_hostile_files_are_refused_before_a_variable_changes(attack, model, tmp_
         tfshard.import_weights(model, path)
     for ours, expected in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(ours, expected)
-
-
-def test_every_mismatch_is_named_at_once_and_nothing_is_changed(model, tmp_path):
-    path = tfshard.export(model, tmp_path / "m.safetensors")
-    keras.backend.clear_session()
-    other = keras.Sequential([keras.Input((13,)), keras.layers.Dense(16), keras.layers.Dense(3), keras.layers.Dense(3)])
-    before = other.get_weights()
-    with pytest.raises(tfshard.errors.CheckpointMismatchError) as caught:
-        tfshard.import_weights(other, path)
-    for line in (
-        "'sequential/dense/kernel' has shape=(13, 17) in the file and (13, 16) in the model",
-        "'sequential/dense_2/bias' of shape=(3,) is not in the file",
-        "'sequential/batch_normalization/gamma' of shape=(17,) is not in the model",
-    ):
-        assert line in str(caught.value)
-    for ours, expected in zip(other.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(ours, expected)
