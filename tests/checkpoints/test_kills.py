@@ -1,6 +1,7 @@
 """If a process is killed at any disk change of a save, the last committed checkpoint loads with its values."""
 
 import collections
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -23,7 +25,7 @@ import tfshard
 from disk import Change, Disk, Killed
 from killed_saves import CASES, SAVED, check, commit, elements, expected, save
 from resuming import X, Y, assert_same_bits, drawn, fill, values, without_metrics
-from tfshard.checkpoints import files, training_state, writer
+from tfshard.checkpoints import files, stores, training_state, writer
 from tfshard.checkpoints.local_store import LocalStore
 from tfshard.checkpoints.manifest import Position
 from tfshard.checkpoints.writer import Snapshot, Writing
@@ -81,8 +83,20 @@ class Client(clients.Alone):
             raise Killed from None
 
 
-def killed_together(disk: Disk, saved: keras.Model, root: pathlib.Path, case: killed_saves.Case) -> None:
-    """Save a case by two clients, each with half of the shards, until they are killed or done."""
+def save_together(
+    faults: contextlib.AbstractContextManager[object],
+    saved: keras.Model,
+    store: Callable[[], stores.Store],
+    case: killed_saves.Case,
+) -> None:
+    """Save a case by two clients, each with half of the shards, until they are killed or done.
+
+    Args:
+        faults: The disk or cloud that kills the clients.
+        saved: The model.
+        store: Returns a client's store.
+        case: The case.
+    """
     variables = training_state.collect(saved)
     position = Position(epoch=0, step=None, consumed=0, num_batches=None, fresh=False, clients=1)
     states = [datasets.iterator_state(elements(SAVED))]
@@ -107,17 +121,21 @@ def killed_together(disk: Disk, saved: keras.Model, root: pathlib.Path, case: ki
             meeting.abort()
 
     threads = []
-    for rank in range(2):
-        with clients.replaced(Client(rank, meeting)):
-            writing = Writing(LocalStore(root), case.keep, case.step)
-        snapshot = dataclasses.replace(whole, held=whole.held[rank::2])
-        threads.append(threading.Thread(target=run, args=(writing, snapshot), name=f"client {rank}"))
-    with disk:
+    with faults:
+        for rank in range(2):
+            with clients.replaced(Client(rank, meeting)):
+                writing = Writing(store(), case.keep, case.step)
+            snapshot = dataclasses.replace(whole, held=whole.held[rank::2])
+            threads.append(threading.Thread(target=run, args=(writing, snapshot), name=f"client {rank}"))
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert not failures, failures
+
+
+def killed_together(disk: Disk, saved: keras.Model, root: pathlib.Path, case: killed_saves.Case) -> None:
+    save_together(disk, saved, lambda: LocalStore(root), case)
 
 
 def number_of_thread() -> int:

@@ -1,6 +1,5 @@
 """If a process is killed at any change of a remote file system, the last committed checkpoint loads with its values."""
 
-import dataclasses
 import os
 import pathlib
 import threading
@@ -11,7 +10,7 @@ import uuid
 import keras
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from test_kills import Client, number_of_thread
+from test_kills import number_of_thread, save_together
 
 import killed_saves
 import launched
@@ -21,12 +20,8 @@ from cloud import Cloud, Point
 from disk import Killed
 from killed_saves import CASES, NEXT, SAVED, check, elements, save
 from resuming import fill
-from tfshard.checkpoints import files, remote_store, training_state, writer
-from tfshard.checkpoints.manifest import Position
+from tfshard.checkpoints import files, remote_store, writer
 from tfshard.checkpoints.remote_store import RemoteStore
-from tfshard.checkpoints.writer import Snapshot, Writing
-from tfshard.devices import clients
-from tfshard.training import datasets
 
 HERE = pathlib.Path(__file__).parents[1]
 TWO = ("the first", "the same again", "one that deletes others")
@@ -80,44 +75,6 @@ def killed(cloud: Cloud, saved: keras.Model, url: str, case: killed_saves.Case) 
             manager.wait()
         except Killed:
             pass
-
-
-def killed_together(cloud: Cloud, saved: keras.Model, url: str, case: killed_saves.Case) -> None:
-    """Save a case by two clients, each with half of the shards, until they are killed or done."""
-    variables = training_state.collect(saved)
-    position = Position(epoch=0, step=None, consumed=0, num_batches=None, fresh=False, clients=1)
-    states = [datasets.iterator_state(elements(SAVED))]
-    whole = Snapshot.take(saved, variables, case.step, position, states)
-    meeting = threading.Barrier(2)
-    failures = []
-
-    def run(writing: Writing, snapshot: Snapshot) -> None:
-        try:
-            try:
-                writing.begin([variable.key for variable in variables])
-                writing.run(snapshot)
-            except BaseException:
-                writing.end(failed=True)
-                raise
-            writing.end(failed=False)
-        except Killed:
-            meeting.abort()
-        except BaseException as error:
-            failures.append(error)
-            meeting.abort()
-
-    threads = []
-    with cloud:
-        for rank in range(2):
-            with clients.replaced(Client(rank, meeting)):
-                writing = Writing(RemoteStore(url, writes=False), case.keep, case.step)
-            snapshot = dataclasses.replace(whole, held=whole.held[rank::2])
-            threads.append(threading.Thread(target=run, args=(writing, snapshot), name=f"client {rank}"))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not failures, failures
 
 
 def is_commit(point: Point, step: int) -> bool:
@@ -185,7 +142,7 @@ def test_a_kill_of_one_of_two_clients_leaves_what_was_committed_with_its_values(
     def run(kill: tuple[int, int] | None) -> tuple[Cloud, str]:
         url = prepared(case)
         quick_waits.append(Cloud(kill=kill, client=number_of_thread_or_0))
-        killed_together(quick_waits[-1], saved, url, case)
+        save_together(quick_waits[-1], saved, lambda: RemoteStore(url, writes=False), case)
         return quick_waits[-1], url
 
     whole, url = run(None)
