@@ -109,7 +109,7 @@ def tied():
     inputs = keras.Input((6,), dtype="int32")
     table = keras.layers.ReversibleEmbedding(96, 64, name="table")
     x = table(inputs)
-    x = x + keras.layers.Dense(64, activation="tanh", name="inner")(x)
+    x = x + keras.layers.Dense(64, activation="tanh", use_bias=False, name="inner")(x)
     return keras.Model(inputs, keras.ops.max(table(x, reverse=True), axis=1)[:, :8], name="net")
 
 
@@ -266,3 +266,189 @@ def test_training_matches_one_device_with_rounded_weights(name):
         assert np.abs(np.subtract(exact, expected)).max() > 3 * np.abs(np.subtract(losses, expected)).max(), "premise"
     for each in model.weights:
         assert is_close(np.array(each.numpy()), weights[each.path], case.tolerance), each.path
+
+
+# --- what is exact -----------------------------------------------------------------------------------------
+
+
+class Same(keras.constraints.Constraint):
+    """A constraint that all weights fulfil: each update writes what it reads."""
+
+    def __call__(self, w):
+        return 1.0 * w
+
+
+def with_same():
+    layers = [keras.layers.Dense(96, activation="tanh", kernel_constraint=Same(), name=f"hidden_{i}") for i in range(2)]
+    return keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(8, name="head")], name="net")
+
+
+STILL = {
+    "sgd": lambda: keras.optimizers.SGD(0.0),
+    "lamb": lambda: keras.optimizers.Lamb(0.0),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0)),
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("grouping", ["alone", "groups"])
+@pytest.mark.parametrize("optimizer", STILL)
+def test_updates_never_round_stored_parameters(optimizer, grouping):
+    analyzer = {"alone": ALONE, "groups": GROUPS}[grouping]
+    model, _ = compiled(Case(build=with_same, optimizer=STILL[optimizer], analyzer=analyzer), "int8")
+    before = weights_of(model)
+    kernel = model.get_layer("hidden_0").kernel
+    assert np.abs(rounded(before, model)[kernel.path] - before[kernel.path]).max() > 0, "premise: a code rounds"
+    for _ in range(2):
+        model.train_on_batch(X, Y)
+    for path, value in weights_of(model).items():
+        np.testing.assert_array_equal(value, before[path], err_msg=path)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("grouping", ["alone", "groups"])
+def test_traced_steps_round_and_eager_steps_and_assignments_do_not(grouping):
+    model, strategy = compiled(Case(analyzer={"alone": ALONE, "groups": GROUPS}[grouping]), "int8")
+    exact = weights_of(model)
+    in_codes = rounded(exact, model)
+    kernel = model.get_layer("hidden_96").kernel
+    assert np.abs(in_codes[kernel.path] - exact[kernel.path]).max() > 1e-4, "premise"
+
+    @tf.function
+    def step():
+        read = tf.identity(kernel.value)
+        kernel.assign_sub(tf.zeros(kernel.shape))
+        return read, tf.identity(kernel.value)
+
+    read, after = strategy.run(step)
+    np.testing.assert_allclose(read.numpy(), in_codes[kernel.path], rtol=1e-6, atol=1e-8)
+    np.testing.assert_array_equal(after.numpy(), exact[kernel.path], err_msg="a read behind a write")
+    np.testing.assert_array_equal(kernel.numpy(), exact[kernel.path], err_msg="what is stored")
+    np.testing.assert_array_equal(tf.function(lambda: kernel.value.value())().numpy(), exact[kernel.path])
+    np.testing.assert_array_equal(strategy.run(lambda: tf.identity(kernel.value)).numpy(), exact[kernel.path])
+    plain = born(Case())
+    plain.compile(loss="mse")
+    assign(plain, in_codes)
+    np.testing.assert_allclose(model.predict(X, verbose=0), plain.predict(X, verbose=0), rtol=1e-4, atol=1e-5)
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(plain.evaluate(X, Y, verbose=0), rel=1e-5)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("grouping", ["alone", "groups"])
+def test_a_step_that_writes_back_what_it_rounded_is_refused(grouping):
+    model, strategy = compiled(Case(analyzer={"alone": ALONE, "groups": GROUPS}[grouping]), "int8")
+    kernel = model.get_layer("hidden_96").kernel
+
+    @tf.function
+    def decay():
+        kernel.assign(tf.maximum(0.9 * kernel, 0.0))
+
+    with pytest.raises(StrategyError, match=f"assigns variable '{kernel.path}' a value .* rounded to int8"):
+        strategy.run(decay)
+
+    @tf.function
+    def train():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(X) ** 2)
+        (gradient,) = tape.gradient(loss, [kernel])
+        kernel.assign_sub(0.1 * gradient)
+        model.get_layer("hidden_98").kernel.assign(tf.ones((64, 98)))
+        return loss
+
+    before = np.array(kernel.numpy())
+    strategy.run(train)
+    assert 0 < np.abs(kernel.numpy() - before).max() < 0.1
+
+
+@pytest.mark.slow
+def test_verify_compares_exact_steps():
+    model, _ = compiled(Case(), "int8")
+    assert tfshard.verify(model, (X, Y)).ok
+
+
+# --- bytes --------------------------------------------------------------------------------------------------
+
+
+def wide():
+    layers = [keras.layers.Dense(512, activation="tanh", name=f"hidden_{i}") for i in range(3)]
+    return keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(8, name="head")], name="net")
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("mesh", [FLAT, HYBRID, GRID], ids=["batch4", "replica2_batch2", "batch2_model2"])
+@pytest.mark.parametrize("grouping", ["alone", "groups"])
+def test_a_step_sends_the_planned_bytes(dtype, mesh, grouping):
+    layout_map = tfshard.LayoutMap()
+    layout_map.column("net/hidden_0")
+    layout_map.row("net/hidden_1")
+    layout_map.replicated(".*")
+    options = {"layout_map": layout_map} if "model" in mesh else {}
+    case = Case(build=wide, mesh=mesh, analyzer={"alone": ALONE, "groups": GROUPS}[grouping], options=options)
+    model, strategy = compiled(case, dtype)
+    plan = strategy.plan(model, inputs=X)
+    coded = {each.what: each for each in plan.collectives if f"in {dtype}, with scales" in each.formula}
+    elements = dict.fromkeys(coded, 0)
+    for layout in strategy.placement_of(model).variables:
+        unit = layout.spec.path if layout.group is None else f"group {layout.group}"
+        if unit in coded:
+            assert layout.spec.path.endswith("kernel")
+            elements[unit] += int(np.prod(layout.spec.shape)) // (2 if "model" in layout.compute else 1)
+    assert sum(elements.values()) > 512 * 512
+    for unit, each in coded.items():
+        assert elements[unit] <= each.bytes < 1.1 * elements[unit], "a quarter of float32, and scales"
+    tfshard.measure.assert_matches_plan(tfshard.profile_step(model, (X, Y)), plan)
+    again = tfshard.plan(model, mesh, inputs=X, analyzer=case.analyzer, gather_dtype=dtype, **options)
+    assert set(coded.values()) <= set(again.collectives)
+
+
+# --- settings, checkpoints, refusals --------------------------------------------------------------------------
+
+
+def test_gathers_are_exact_by_default():
+    model, strategy = compiled(Case(analyzer=GROUPS))
+    assert strategy.config.precision.gather_dtypes.rules == ()
+    assert not [each.path for each in model.weights if each.value.storage.format.codes]
+
+
+def test_patterns_choose():
+    model, _ = compiled(CASES["patterns"], CASES["patterns"].gather_dtype)
+    found = {each.path: each.value.storage.format.codes for each in model.weights}
+    kernels = {"net/hidden_98/kernel": "float8_e4m3fn", "net/hidden_67/kernel": "int8", "net/hidden_66/kernel": "int8"}
+    assert {path: codes for path, codes in found.items() if codes} == kernels
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gather_dtype": "int4"}, "gather_dtype must be None, or one of 'float32', 'int8', .*Received: gather_dtype='int4'"),
+        ({"gather_dtype": {"*": "int8"}}, "not a regular expression: .*Received: gather_dtype="),
+        ({"gather_dtype": "int8", "zero_stage": 0}, "needs zero_stage=3.*nothing is gathered.*zero_stage=0"),
+        ({"gather_dtype": {".*": "int8"}, "zero_stage": 2}, "needs zero_stage=3.*only copy.*zero_stage=2"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused(options, message):
+    for function in (
+        lambda: tfshard.ShardedStrategy(tfshard.create_mesh(batch=4), **options),
+        lambda: tfshard.plan(mlp(), {"batch": 4}, **options),
+    ):
+        with pytest.raises(StrategyError, match=message):
+            function()
+
+
+def test_a_pipeline_is_refused():
+    with pytest.raises(StrategyError, match="gather_dtype does not work with a pipeline axis"):
+        tfshard.ShardedStrategy(tfshard.create_mesh(pipe=2, batch=2, roles={"pipe": "pipeline"}), gather_dtype="int8")
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(("source", "target"), [("int8", None), (None, "int8")])
+def test_checkpoints_hold_exact_weights_for_any_gather_dtype(source, target, tmp_path):
+    model, _ = compiled(Case(analyzer=GROUPS), source)
+    model.train_on_batch(X, Y)
+    tfshard.CheckpointManager(tmp_path).save(model, 1)
+    saved = weights_of(model)
+    other, _ = compiled(Case(analyzer=ALONE, mesh={"batch": 2}), target)
+    tfshard.CheckpointManager(tmp_path).restore(other)
+    for path, value in weights_of(other).items():
+        np.testing.assert_array_equal(value, saved[path], err_msg=path)

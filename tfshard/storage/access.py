@@ -195,8 +195,8 @@ class InStep:
         if self._step is None:
             variable.storage.write(Recorded(base=None, written={variable.member: tensor}))
         else:
-            rounded_writes.check(variable, tensor)
-            self._step.writes.record_member(variable.storage, variable.member, tensor)
+            exact = rounded_writes.exact_value(variable, tensor)
+            self._step.writes.record_member(variable.storage, variable.member, exact)
 
     def _write_of_kind(self, variable: VariableView, kind: VariableKind, tensor: tf.Tensor) -> None:
         kind.assign(variable, tensor)
