@@ -51,10 +51,10 @@ def encode(values: tf.Tensor, dtype: str) -> tf.Tensor:
     scaled = tf.math.divide_no_nan(blocks, tf.where(is_finite, scale, tf.zeros_like(scale)))
     scaled = tf.clip_by_value(scaled, -_LARGEST[dtype], _LARGEST[dtype])
     codes = tf.round(scaled) + _BIAS if dtype == "int8" else _float8_codes(scaled)
-    quarters = tf.reshape(codes, (*blocks.shape[:-1], 4, -1))
-    words = _shifted(quarters, 0)
-    for quarter in range(1, 4):
-        words = tf.bitwise.bitwise_or(words, _shifted(quarters, quarter))
+    of_words = tf.reshape(codes, (*blocks.shape[:-1], -1, 4))
+    words = _shifted(of_words, 0)
+    for byte in range(1, 4):
+        words = tf.bitwise.bitwise_or(words, _shifted(of_words, byte))
     return tf.reshape(tf.concat([tf.bitcast(words, tf.float32), scale], axis=-1), (lines, -1))
 
 
@@ -62,12 +62,9 @@ def decode(encoded: tf.Tensor, dtype: str, elements: int) -> tf.Tensor:
     """Return the elements that `encode` rounded: float32, `(lines, elements)`."""
     lines = encoded.shape[0]
     blocks = tf.reshape(encoded, (lines, -1, BLOCK_WORDS))
-    bits = tf.bitcast(blocks[..., :-1], tf.uint32)
-    shifted = [tf.bitwise.right_shift(bits, _word(8 * quarter)) for quarter in range(4)]
-    # GPUs have no lookup by uint32.
-    number = tf.float32 if dtype == "int8" else tf.int32
-    codes = tf.concat([tf.cast(tf.bitwise.bitwise_and(each, _word(255)), number) for each in shifted], axis=-1)
-    multiples = codes - _BIAS if dtype == "int8" else tf.gather(tf.constant(_FLOAT8), codes)
+    codes = tf.reshape(tf.bitcast(blocks[..., :-1], tf.uint8), (lines, -1, BLOCK_ELEMENTS))
+    # Operations that TensorFlow computes in place: little more than the result is held.
+    multiples = tf.cast(codes, tf.float32) - _BIAS if dtype == "int8" else tf.gather(_FLOAT8, tf.cast(codes, tf.int32))
     values = multiples * blocks[..., -1:]
     return tf.reshape(values, (lines, -1))[:, :elements]
 
@@ -105,6 +102,6 @@ def _word(number: int) -> tf.Tensor:
     return tf.constant(number, tf.uint32)
 
 
-def _shifted(quarters: tf.Tensor, quarter: int) -> tf.Tensor:
-    """Return the codes of a quarter of each block, at the place of the quarter in a word."""
-    return tf.bitwise.left_shift(tf.cast(quarters[..., quarter, :], tf.uint32), _word(8 * quarter))
+def _shifted(codes: tf.Tensor, byte: int) -> tf.Tensor:
+    """Return the codes of one byte of each word, at the place of the byte."""
+    return tf.bitwise.left_shift(tf.cast(codes[..., byte], tf.uint32), _word(8 * byte))
