@@ -1,11 +1,9 @@
 """Codes of one byte, in blocks of 256 elements that share a float32 scale, as devices send each other.
 
-    | dtype             | a code                                                        | the scale                        |
-    |-------------------|---------------------------------------------------------------|----------------------------------|
-    | `"int8"`          | the nearest of 255 multiples of the scale                     | the largest magnitude over 127   |
-    | `"float8_e4m3fn"` | the nearest 8-bit float: sign, 4 bits of exponent, 3 of       | the largest magnitude over 448,  |
-    |                   | mantissa (Micikevicius et al. 2022, "FP8 Formats for Deep     | the largest number of the format |
-    |                   | Learning", https://arxiv.org/abs/2209.05433)                  |                                  |
+- `"int8"`: a code is the nearest of 255 multiples of the scale, which is the largest magnitude over 127.
+- `"float8_e4m3fn"`: a code is the nearest 8-bit float of a sign, 4 bits of exponent and 3 of mantissa (Micikevicius et al.
+  2022, "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433), in multiples of the scale: the largest
+  magnitude over 448, the format's largest number.
 
 Linear codes have one error over a block: half a step. Floats have one relative error: they keep small elements next to
 a large one. (ZeRO++, Wang et al. 2023, https://arxiv.org/abs/2306.10209, sends parameters as linear codes.)

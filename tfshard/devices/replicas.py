@@ -45,9 +45,7 @@ _FIRST_GROUP, _ARRANGEMENTS, _GROUPS = 0x40000000, 1 << 16, 1 << 14
 _instances = itertools.count(0x100000)
 
 
-def gathered(
-    tensor: tf.Tensor, axes: Axes, target: Axes, mesh: dtensor.Mesh, codes: str | None = None
-) -> tf.Tensor:
+def gathered(tensor: tf.Tensor, axes: Axes, target: Axes, mesh: dtensor.Mesh, codes: str | None = None) -> tf.Tensor:
     """Change a tensor's layout from `axes` to `target`. Uses `gather` where DTensor would gather by a reduction.
 
     On a mesh with several axes, DTensor gathers by an all-reduce of zero-padded shards (devices/gathers.py), which

@@ -17,9 +17,9 @@ from tfshard.layouts.config import (
     ShardingConfig,
     ZeroStage,
 )
+from tfshard.layouts.dtype_rules import DtypeByPath
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.dtype_rules import DtypeByPath
 from tfshard.layouts.variable_kind import VariableKind
 from tfshard.planning import (
     activation_traffic,

@@ -1,9 +1,9 @@
 """Keep rounded reads of a variable out of what a step writes to the same variable.
 
-Gathers in codes round what a step reads (`gather_dtype`). The stored shards stay exact, because nothing writes a rounded
-value back: optimizers' updates read exactly, and so does a read behind a write in the same step. A step that assigns a
-variable itself, as `variable.assign(variable - step)` and Keras's `assign_sub` do, adds to the exact value instead. Any
-other value that is computed element by element from a rounded read of the variable is refused.
+Gathers in codes round what a step reads (`gather_dtype`). The stored shards stay exact, because nothing writes a
+rounded value back: optimizers' updates read exactly, and so does a read behind a write in the same step. A step that
+assigns a variable itself, as `variable.assign(variable - step)` and Keras's `assign_sub` do, adds to the exact value
+instead. Any other value that is computed element by element from a rounded read of the variable is refused.
 """
 
 from typing import Any

@@ -373,9 +373,10 @@ def rounds_gathers() -> bool:
     A traced step rounds what its forward and backward pass read. An optimizer's update reads exactly: it writes the
     variable that it reads. So do eager steps.
     """
-    step, context_ = current(), context()
-    is_pass = step is not None and step.graph is not None and context_.update is None
-    return is_pass and step.rounds_gathers and not context_.reads_exactly
+    step, here_ = current(), context()
+    if step is None or step.graph is None or here_.reads_exactly:
+        return False
+    return step.rounds_gathers and here_.update is None
 
 
 def exact_reads() -> contextlib.AbstractContextManager[None]:

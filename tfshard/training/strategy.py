@@ -38,10 +38,10 @@ from tfshard.layouts.config import (
     ShardingConfig,
     ZeroStage,
 )
+from tfshard.layouts.dtype_rules import DtypeByPath
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.dtype_rules import DtypeByPath
 from tfshard.layouts.variable_kind import VariableKind
 from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats, check_is_measurable

@@ -168,9 +168,7 @@ def main(argv):
     if _MEASURE.value:
         import tfshard
 
-        for stage, way, *sent in itertools.product(
-            _STAGES.value, _WAYS.value, _COMPRESSIONS.value, _GATHERS.value
-        ):
+        for stage, way, *sent in itertools.product(_STAGES.value, _WAYS.value, _COMPRESSIONS.value, _GATHERS.value):
             found = measure(int(stage), way, *sent)
             if tfshard.collectives.rank() == 0:
                 print(f"FOUND {json.dumps(found)}", flush=True)
@@ -183,7 +181,8 @@ def main(argv):
             batch = f"{gpt_flags.BATCH_SIZE.value} x {gpt_flags.SEQUENCE.value}"
             print(f"{first['parameters']:,} parameters, batch {batch}, Adam")
             print(
-                f"{'rate':>8} {'stage':>6} {'way':>8} {'compression':>12} {'gathers':>14} {'step ms':>9} {'of first':>9} "
+                f"{'rate':>8} {'stage':>6} {'way':>8} {'compression':>12} {'gathers':>14} "
+                f"{'step ms':>9} {'of first':>9} "
                 f"{'sent MB':>9} {'planned':>9} {'ratio':>7} {'Gbit/s':>7}"
             )
         exact = {}

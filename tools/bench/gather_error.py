@@ -79,7 +79,9 @@ def main(argv):
     common.start()
     exact = measure(None)
     print(f"{common.origin()}; policy {_POLICY.value}, {_STEPS.value} steps of Adam, rate {_RATE.value}")
-    print(f"{'gathers':>14} {'weights':>9} {'loss':>9} {'gradients':>9} {'last loss':>9} {'gathered MiB':>12} {'of exact':>8}")
+    print(
+        f"{'gathers':>14} {'weights':>9} {'loss':>9} {'gradients':>9} {'last loss':>9} {'gathered MiB':>12} {'of exact':>8}"
+    )
     for dtype in DTYPES:
         found = exact if dtype is None else measure(dtype)
         paths = sorted(found["weights"])
