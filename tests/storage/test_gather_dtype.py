@@ -183,8 +183,8 @@ CASES = {
     "patterns": Case(gather_dtype={".*hidden_96.*": "float32", ".*hidden_98.*": "float8_e4m3fn", ".*": "int8"}),
 }
 ALWAYS = [
-    "int8", "float8 in groups", "a kernel sharded by columns", "replicas in groups", "a model axis", "recomputed in groups",
-    "microbatches", "mixed bfloat16", "constraints", "lamb in groups", "compiled blocks",
+    "int8", "float8 in groups", "a kernel sharded by columns", "replicas in groups", "a model axis",
+    "recomputed in groups", "microbatches", "mixed bfloat16", "constraints", "lamb in groups", "compiled blocks",
 ]  # fmt: skip
 
 
@@ -421,7 +421,7 @@ def test_patterns_choose():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gather_dtype": "int4"}, "gather_dtype must be None, or one of 'float32', 'int8', .*Received: gather_dtype='int4'"),
+        ({"gather_dtype": "int4"}, "must be None, or one of 'float32', 'int8', .*Received: gather_dtype='int4'"),
         ({"gather_dtype": {"*": "int8"}}, "not a regular expression: .*Received: gather_dtype="),
         ({"gather_dtype": "int8", "zero_stage": 0}, "needs zero_stage=3.*nothing is gathered.*zero_stage=0"),
         ({"gather_dtype": {".*": "int8"}, "zero_stage": 2}, "needs zero_stage=3.*only copy.*zero_stage=2"),

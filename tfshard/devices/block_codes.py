@@ -1,8 +1,8 @@
 """Codes of one byte, in blocks of 256 elements that share a float32 scale, as devices send each other.
 
 - `"int8"`: a code is the nearest of 255 multiples of the scale, which is the largest magnitude over 127.
-- `"float8_e4m3fn"`: a code is the nearest 8-bit float of a sign, 4 bits of exponent and 3 of mantissa (Micikevicius et al.
-  2022, "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433), in multiples of the scale: the largest
+- `"float8_e4m3fn"`: a code is the nearest 8-bit float of a sign, 4 bits of exponent and 3 of mantissa (Micikevicius et
+  al. 2022, "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433), in multiples of the scale: the largest
   magnitude over 448, the format's largest number.
 
 Linear codes have one error over a block: half a step. Floats have one relative error: they keep small elements next to

@@ -6,8 +6,8 @@
 A GPT-2 trains at stage 3 on four logical devices, once with each gather dtype, from the same weights on the same
 batches. *Weights* is the error of all weights that are gathered in codes, *gradients* that of all gradients of the
 first step: the norm of the difference over the norm. *Loss* is the difference of the first step's loss over the loss.
-*Last loss* is the mean of the last five losses. *Gathered* is measured: the bytes that gathers give one device in a
-step. *Of exact* divides by the bytes of exact gathers.
+*Last loss* is the mean of the last five losses. *MiB* is measured: the bytes that gathers give one device in a step.
+*Of exact* divides by the bytes of exact gathers.
 """
 
 import common
@@ -79,9 +79,7 @@ def main(argv):
     common.start()
     exact = measure(None)
     print(f"{common.origin()}; policy {_POLICY.value}, {_STEPS.value} steps of Adam, rate {_RATE.value}")
-    print(
-        f"{'gathers':>14} {'weights':>9} {'loss':>9} {'gradients':>9} {'last loss':>9} {'gathered MiB':>12} {'of exact':>8}"
-    )
+    print(f"{'gathers':>14} {'weights':>9} {'loss':>9} {'gradients':>9} {'last loss':>9} {'MiB':>8} {'of exact':>8}")
     for dtype in DTYPES:
         found = exact if dtype is None else measure(dtype)
         paths = sorted(found["weights"])
@@ -89,7 +87,7 @@ def main(argv):
         print(
             f"{dtype or 'exact':>14} {weights:>9.5f} {abs(found['loss'] / exact['loss'] - 1):>9.6f} "
             f"{relative(found['gradients'], exact['gradients']):>9.5f} {np.mean(found['losses'][-5:]):>9.4f} "
-            f"{found['gathered'] / 2**20:>12.2f} {found['gathered'] / exact['gathered']:>8.3f}",
+            f"{found['gathered'] / 2**20:>8.2f} {found['gathered'] / exact['gathered']:>8.3f}",
             flush=True,
         )
 
