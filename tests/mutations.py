@@ -470,7 +470,7 @@ MUTATIONS = [
     Mutation(
         area="unshard schedule",
         function="tfshard.storage.unshard_schedule:arrange",
-        old="        sent = sent_dtypes(uses)\n",
+        old="        sent = {key: dtype for key, dtype in narrow.items() if key not in coded}\n",
         new="        sent = {}\n",
         what="gathers send float32 under mixed precision",
         killed_by="tests/storage/test_unshard_schedule.py::test_gathers_send_the_compute_dtype[mixed_bfloat16-{'batch': 4}]",
@@ -1473,7 +1473,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        function="tfshard.devices.replicas:gather",
+        function="tfshard.devices.replicas:_joined",
         old="rows = tf.transpose(rows, [first.index(each) for each in range(len(shard))])",
         new="rows = tf.reshape(rows, [rows.shape[first.index(number)] for number in range(len(shard))])",
         what="what is sharded in a later dim keeps its order of the gather",
@@ -1481,7 +1481,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        function="tfshard.devices.replicas:gather",
+        function="tfshard.devices.replicas:_joined",
         old="        rows = transfer.relayout(rows, (None,) * len(shard), mesh)\n    left",
         new="    left",
         what="what was gathered has the layout of what uses it",
@@ -1601,7 +1601,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        function="tfshard.contrib.compression.gradient_codes:encode",
+        function="tfshard.devices.block_codes:encode",
         old="codes = tf.round(",
         new="codes = tf.floor(",
         what="codes are rounded down",
