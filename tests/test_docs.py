@@ -4,6 +4,7 @@ import html
 import importlib
 import inspect
 import json
+import logging
 import os
 import pathlib
 import pkgutil
@@ -190,9 +191,11 @@ def run(path: pathlib.Path, folder: pathlib.Path) -> None:
 @pytest.fixture
 def plain_keras():
     """Undo the process-wide changes of a block."""
-    policy = keras.mixed_precision.dtype_policy()
+    policy, logger = keras.mixed_precision.dtype_policy(), logging.getLogger("tfshard")
+    level = logger.level
     yield
     keras.mixed_precision.set_dtype_policy(policy)
+    logger.setLevel(level)
 
 
 def test_every_block_of_python_runs(subtests, tmp_path, monkeypatch, plain_keras):
