@@ -73,8 +73,11 @@ def no_kept_gradients():
 
 def _process_state() -> dict[str, object]:
     """Return what a test can change for the tests that follow it in the process."""
+    # Switches of DTensor are set by the first operation that needs them.
+    environment = {name: value for name, value in os.environ.items() if "DTENSOR_" not in name}
+    environment.pop("PYTEST_CURRENT_TEST", None)
     return {
-        **{f"${name}": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        **{f"${name}": value for name, value in environment.items()},
         "level of tfshard's logger": logging.getLogger("tfshard").level,
         "dtype policy": keras.config.dtype_policy().name,
         "floatx": keras.config.floatx(),
