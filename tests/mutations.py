@@ -999,7 +999,7 @@ MUTATIONS = [
         old="        return None if is_written or not steps.rounds_gathers() else self.format.codes\n",
         new="        return self.format.codes if steps.rounds_gathers() else None\n",
         what="a constraint stores what it reads rounded",
-        killed_by="tests/storage/test_gather_dtype.py::test_updates_never_round_stored_parameters[sgd-alone]",
+        killed_by="tests/storage/test_gather_dtype.py::test_updates_never_round_stored_parameters[sgd-groups]",
     ),
     Mutation(
         area="gathers in codes",
@@ -1007,7 +1007,7 @@ MUTATIONS = [
         old=" and here_.update is None\n",
         new="\n",
         what="an optimizer that reads full parameters stores them rounded",
-        killed_by="tests/storage/test_gather_dtype.py::test_updates_never_round_stored_parameters[lamb-groups]",
+        killed_by="tests/storage/test_gather_dtype.py::test_updates_never_round_stored_parameters[rewriting-groups]",
     ),
     Mutation(
         area="gathers in codes",
