@@ -133,6 +133,8 @@ def _gather_codes(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh, codes: str)
         first = [dim, *(each for each in range(len(shard)) if each != dim)]
         line = tf.reshape(tf.transpose(local, first) if dim else local, (1, -1))
         words = block_codes.encode(tf.cast(line, tf.float32), codes)
+        # Not in a parted layout: a barrier with another tensor would make that tensor a parted one, too.
+        words = transfer.relayout(words, (None, None), mesh)
         rows = tf.raw_ops.CollectiveGatherV2(
             input=words, group_size=group_size, **_common(_keys_of_replicas(mesh), mesh)
         )

@@ -195,6 +195,7 @@ def arrange(
         reshard: When to gather and when to free.
         barrier: Makes barriers.
     """
+    reads = _encoded_once(reads)
     replicated = {each.key for each, _ in reads if not each.is_gathered}
     values = StoredValues(((each.key, tensor) for each, tensor in reads), replicated)
     with operations[0].graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
@@ -248,6 +249,35 @@ def arrange(
             if tensor is not None and use.operation.type in _PRODUCTS:
                 gates.delay_gradient(use.operation, tensor, gradient)
         _drop_unused_arguments(operations, values)
+
+
+def _encoded_once(
+    reads: Sequence[tuple[StoredBuffer, tf.Tensor]],
+) -> list[tuple[StoredBuffer, tf.Tensor]]:
+    """Return the reads with the codes of a buffer in place of the buffer, if all of its reads are gathered in codes.
+
+    All unshards of the buffer then send the same codes, which the step keeps: they are a quarter of the shards.
+    """
+    codes = [_codes_of(tensor) if each.is_coded else None for each, tensor in reads]
+    exact = {each.key for (each, _), words in zip(reads, codes, strict=True) if words is None}
+    return [
+        (each, tensor if words is None or each.key in exact else words)
+        for (each, tensor), words in zip(reads, codes, strict=True)
+    ]
+
+
+def _codes_of(stored: tf.Tensor) -> tf.Tensor | None:
+    """Return the codes in which a stored value is gathered; None if it is gathered as it is."""
+    left, seen = [stored], {stored.ref()}
+    while left:
+        for user in left.pop().consumers():
+            if user.type == replicas.GATHER:
+                return user.inputs[0] if _private.has_mark(user, replicas.CODED) else None
+            if user.type == "Relayout" or _private.has_mark(user, replicas.CODED):
+                outputs = [each for each in user.outputs if each.ref() not in seen]
+                seen.update(each.ref() for each in outputs)
+                left += outputs
+    return None
 
 
 def _drop_unused_arguments(operations: Iterable[tf.Operation], values: "StoredValues") -> None:
