@@ -184,7 +184,7 @@ CASES = {
 }
 ALWAYS = [
     "int8", "float8 in groups", "a kernel sharded by columns", "replicas in groups", "a model axis",
-    "recomputed in groups", "microbatches", "mixed bfloat16", "constraints", "lamb in groups", "compiled blocks",
+    "recomputed in groups", "microbatches", "mixed bfloat16", "constraints", "compiled blocks",
 ]  # fmt: skip
 
 
