@@ -29,6 +29,7 @@ SETTINGS = {
     "tables": ("table/embeddings", {}),
     "attention": ("flash", {}),
     "chunked_cross_entropy": ("auto", {}),
+    "gather_dtype": ("int8", {}),
 }
 pytestmark = pytest.mark.filterwarnings("ignore::tfshard.errors.LayoutWarning")
 

@@ -17,9 +17,9 @@ from tfshard.layouts.config import (
     ShardingConfig,
     ZeroStage,
 )
+from tfshard.layouts.dtype_rules import DtypeByPath
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.layouts.variable_kind import VariableKind
 from tfshard.planning import (
     activation_traffic,
@@ -47,7 +47,7 @@ def plan(
     optimizer: OptimizerLike = None,
     inputs: Any = None,
     reshard_after_forward: bool | str | Sequence[str] = True,
-    slot_dtype: SlotDtype = None,
+    slot_dtype: DtypeByPath = None,
     microbatches: int = 1,
     reduce_once: bool = False,
     offload: str | None = None,
@@ -55,6 +55,7 @@ def plan(
     compute_seconds: float | None = None,
     compression: Any = None,
     tables: VariableKind | str | Sequence[str] | None = None,
+    gather_dtype: DtypeByPath = None,
 ) -> ShardingPlan:
     """Plan a model on a mesh, without a device and without a step.
 
@@ -80,6 +81,7 @@ def plan(
             With `links` and `inputs`, the plan tells how much of the sending time this computation hides.
         compression: As for `tfshard.ShardedStrategy`.
         tables: As for `tfshard.ShardedStrategy`. The plan gives the largest possible traffic of tables.
+        gather_dtype: As for `tfshard.ShardedStrategy`.
 
     Returns:
         The `ShardingPlan`. Its `refused` lists what `compile` would refuse in the model.
@@ -112,7 +114,7 @@ def plan(
         zero_stage=ZeroStage.from_number(zero_stage),
         analyzer=analyzer,
         reshard=ReshardPolicy.from_options(reshard_after_forward),
-        precision=Precision.from_options(slot_dtype=slot_dtype),
+        precision=Precision.from_options(slot_dtype=slot_dtype, gather_dtype=gather_dtype),
         microbatches=Microbatches(count=microbatches, reduce_once=reduce_once),
         offload=Offload.from_option(offload),
         reduction=gradient_reduction.from_option(compression),

@@ -53,7 +53,7 @@ class _RunOptions(threading.local):
     """The settings of the steps of this thread."""
 
     results_stay_sharded = False
-    adds_up_exactly = False
+    sends_exactly = False
 
 
 class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # TensorFlow has no types.
@@ -82,13 +82,13 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         return results if self._run.results_stay_sharded or not is_outside() else mesh_tensors.wrapped(results)
 
     @contextlib.contextmanager
-    def adding_up_exactly(self) -> Iterator[None]:
-        """Reduce all gradients exactly in steps that are traced in this context."""
-        self._run.adds_up_exactly = True
+    def sending_exactly(self) -> Iterator[None]:
+        """Reduce all gradients and gather all variables exactly in steps that are traced in this context."""
+        self._run.sends_exactly = True
         try:
             yield
         finally:
-            self._run.adds_up_exactly = False
+            self._run.sends_exactly = False
 
     # --- variables
 
@@ -269,8 +269,9 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             _ReplicaContext(strategy),
             step_scope(
                 strategy.config.reshard,
-                _gradient_reducer(strategy, exactly=self._run.adds_up_exactly),
+                _gradient_reducer(strategy, exactly=self._run.sends_exactly),
                 only_mesh=strategy.mesh,
+                rounds_gathers=not self._run.sends_exactly,
             ),
             rewrites.rewritten(strategy.mesh),
         ):
