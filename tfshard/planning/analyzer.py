@@ -55,6 +55,7 @@ def plan(
     compute_seconds: float | None = None,
     compression: Any = None,
     tables: VariableKind | str | Sequence[str] | None = None,
+    experts: bool | str | Sequence[str] = False,
 ) -> ShardingPlan:
     """Plan a model on a mesh, without a device and without a step.
 
@@ -80,6 +81,7 @@ def plan(
             With `links` and `inputs`, the plan tells how much of the sending time this computation hides.
         compression: As for `tfshard.ShardedStrategy`.
         tables: As for `tfshard.ShardedStrategy`. The plan gives the largest possible traffic of tables.
+        experts: As for `tfshard.ShardedStrategy`. The plan gives the largest possible traffic of tokens.
 
     Returns:
         The `ShardingPlan`. Its `refused` lists what `compile` would refuse in the model.
@@ -103,7 +105,7 @@ def plan(
     """
     sizes = model_specs.mesh_sizes(mesh_shape)
     specs = model_specs.specs_of(model_or_specs)
-    automatic, kinds = auto_layout.is_auto(layout_map), variable_kind.from_options(tables=tables)
+    automatic, kinds = auto_layout.is_auto(layout_map), variable_kind.from_options(tables=tables, experts=experts or None)
     resolved = auto_layout.resolve(layout_map, model_or_specs, sizes)
     if automatic:
         resolved = variable_kind.without_kinds(resolved, kinds)

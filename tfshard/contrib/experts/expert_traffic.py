@@ -1,0 +1,2 @@
+def collectives(model, planned, mesh_shape, *, inputs):
+    return []

@@ -1,0 +1,267 @@
+"""Experts that compute the tokens of all devices: on one device, on devices that have all experts, and on devices that
+share them.
+
+`routed` is what a mixture of experts calls. In a compiled step, each device routes its local tokens in parted layouts
+(devices/local_shards.py). If the batch axis shards the experts, devices exchange tokens (routes.py).
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.contrib.experts import routes
+from tfshard.devices import local_shards, transfer
+from tfshard.errors import StrategyError, UnsupportedOperationError
+from tfshard.layouts.axes import axis_sizes
+from tfshard.operations import rows
+from tfshard.storage import recomputing, steps
+from tfshard.storage.variables import ShardedVariable
+
+# Maps the rows of one expert, `(rows, width)`, and the expert's weights, to results `(rows, new width)`.
+Expert = Callable[[tf.Tensor, list[tf.Tensor]], tf.Tensor]
+
+# The layers with experts that the option `experts=` may shard. Extension modules append to it.
+known_layers: list[Callable[[keras.Layer], bool]] = []
+
+
+def is_known(layer: keras.Layer) -> bool:
+    """Return whether a layer sends tokens to its experts, if they are sharded."""
+    return any(matches(layer) for matches in known_layers)
+
+
+def are_shared(variables: Sequence[keras.Variable]) -> bool:
+    """Return whether the batch axis shards variables of experts."""
+    current = _private.backend_variable(variables[0])
+    return isinstance(current, ShardedVariable) and current.layout.kind is not None
+
+
+def routed(
+    tokens: tf.Tensor,
+    ids: tf.Tensor,
+    weights: tf.Tensor,
+    variables: Sequence[keras.Variable],
+    expert: Expert,
+    *,
+    experts: int,
+    capacity_factor: float | None = None,
+    name: str,
+) -> tf.Tensor:
+    """Send tokens to their experts, and return the weighted sums of the results.
+
+    Args:
+        tokens: `(tokens, width)`.
+        ids: `(tokens, choices)`, integers: the experts of each token. `experts` is no expert.
+        weights: `(tokens, choices)`: the weights of the results.
+        variables: `(experts, ...)`: the weights of the experts.
+        expert: The function of an expert.
+        experts: The number of experts.
+        capacity_factor: An expert takes `capacity_factor * tokens * choices / experts` items, rounded up, of the whole
+            batch. The others are dropped: their results are zero. None: no item is dropped.
+        name: The name of the layer, for messages.
+
+    Returns:
+        `(tokens, new width)`.
+
+    Raises:
+        StrategyError: The experts are sharded, and the step is eager, or calls the layer in a loop, a branch or a
+            function.
+        UnsupportedOperationError: The step is eager.
+    """
+    ids = tf.cast(ids, tf.int64)
+    values = [tf.convert_to_tensor(each) for each in variables]
+    step = steps.current()
+    if step is None or steps.is_local_trace():
+        capacity = _capacity(capacity_factor, tokens, ids, experts)
+        found = routes.Routes(ids, experts=experts, capacity=capacity, mesh=None)
+        return _computed(found, tokens, weights, values, expert, OneDevice())
+    _check(step, variables, name)
+    count = tokens.shape[0]
+    if count is None:
+        raise UnsupportedOperationError(
+            "Devices route tokens to experts in steps with a known number of tokens. Give the inputs of the model a "
+            f"shape. Received: layer '{name}' with tokens of shape {tokens.shape}"
+        )
+    mesh = _mesh_of(step)
+    devices = axis_sizes(mesh).data_size
+    is_shared = are_shared(variables) and devices > 1
+    capacity = _capacity(capacity_factor, tokens, ids, experts)
+    with tf.name_scope(recomputing.STAYS):
+        tokens, ids, weights = (
+            _spread(each, filler, mesh) for each, filler in ((tokens, 0), (ids, experts), (weights, 0))
+        )
+        on = SharedExperts(mesh) if is_shared else AllExperts(mesh)
+        kind = routes.ExchangedRoutes if is_shared else routes.Routes
+        with _private.stop_recording(), local_shards.scope():
+            found = kind(on.to_local(ids), experts=experts, capacity=capacity, mesh=mesh)
+        made = _computed(found, tokens, weights, values, expert, on)
+        return made if count % devices == 0 else transfer.replicate(made, mesh)[:count]
+
+
+def _check(step: steps.Step, variables: Sequence[keras.Variable], name: str) -> None:
+    """Raise an error if a step cannot send tokens to experts here."""
+    if _private.is_eager():
+        raise UnsupportedOperationError(
+            "Devices route tokens to experts in compiled steps: DTensor has no local shards in eager code. Compile the "
+            f"model without run_eagerly=True, or give strategy.run a tf.function. Received: an eager step with layer "
+            f"'{name}'"
+        )
+    if steps.here() is not step.graph and are_shared(variables):
+        raise StrategyError(
+            "A step sends tokens to sharded experts in a loop, a branch or a function. Call the layer outside of it, "
+            f"or leave out experts=. Received: layer '{name}'"
+        )
+
+
+def _mesh_of(step: steps.Step) -> dtensor.Mesh:
+    mesh = step.record.only_mesh or getattr(tf.distribute.get_strategy(), "mesh", None)
+    assert mesh is not None, "A step has a mesh."
+    return mesh
+
+
+def _capacity(factor: float | None, tokens: tf.Tensor, ids: tf.Tensor, experts: int) -> tf.Tensor | int | None:
+    """Return how many items an expert takes."""
+    if factor is None:
+        return None
+    count, choices = tokens.shape[0], ids.shape[1]
+    if count is not None:
+        return math.ceil(factor * count * choices / experts)
+    count = tf.cast(tf.shape(tokens, tf.int64)[0], tf.float64)
+    return tf.cast(tf.math.ceil(factor * count * choices / experts), tf.int64)
+
+
+def _spread(tensor: tf.Tensor, filler: int, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return a tensor of tokens that the batch axis shards. `filler` fills it up if the axis does not divide the tokens."""
+    devices = axis_sizes(mesh).data_size
+    padding = -tensor.shape[0] % devices
+    if padding or not _is_by_sample(tensor, devices):
+        tensor = transfer.replicate(tensor, mesh)
+    if padding:
+        tensor = transfer.replicate(tf.pad(tensor, [[0, padding], [0, 0]], constant_values=filler), mesh)
+    return tensor
+
+
+def _is_by_sample(tensor: tf.Tensor, devices: int) -> bool:
+    """Return whether the batch axis divides the samples of a tensor of tokens."""
+    operation = tensor.op
+    while operation.type in ("Cast", "Identity"):
+        operation = operation.inputs[0].op
+    source = operation.inputs[0] if operation.type == "Reshape" else tensor
+    return bool(source.shape.rank and source.shape[0] is not None and source.shape[0] % devices == 0)
+
+
+class OneDevice:
+    """The computation on one device. On a mesh, its subclasses work with global tensors and local rows."""
+
+    def to_local(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the local rows of a tensor of tokens."""
+        return tensor
+
+    def from_local(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the tensor of tokens that has these local rows."""
+        return tensor
+
+    def of_experts(self, value: tf.Tensor) -> list[tf.Tensor]:
+        """Return the weights of each local expert, from a variable `(experts, ...)`."""
+        return tf.unstack(value)
+
+    def gradient_of(self, of_experts: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return the gradient of a variable from the gradients of its local experts."""
+        return tf.stack(of_experts)
+
+
+class AllExperts(OneDevice):
+    """Devices have different tokens, and all experts. All local tensors are in parted layouts."""
+
+    def __init__(self, mesh: dtensor.Mesh):
+        self._mesh = mesh
+        self._is_sharded = axis_sizes(mesh).data_size > 1
+
+    def to_local(self, tensor: tf.Tensor) -> tf.Tensor:
+        if not self._is_sharded:
+            return local_shards.varying(transfer.replicate(tensor, self._mesh), self._mesh)
+        return local_shards.local_rows(transfer.relayout(tensor, self._first(tensor), self._mesh), self._mesh)
+
+    def from_local(self, tensor: tf.Tensor) -> tf.Tensor:
+        local = transfer.relayout(tensor, (None,) * tensor.shape.rank, self._mesh)
+        return local_shards.from_local(local, self._first(tensor), self._mesh) if self._is_sharded else local
+
+    def of_experts(self, value: tf.Tensor) -> list[tf.Tensor]:
+        return tf.unstack(local_shards.varying(transfer.replicate(value, self._mesh), self._mesh))
+
+    def gradient_of(self, of_experts: Sequence[tf.Tensor]) -> tf.Tensor:
+        local = transfer.relayout(tf.stack(of_experts), (None,) * (of_experts[0].shape.rank + 1), self._mesh)
+        return rows.psum(local, self._mesh) if self._is_sharded else local
+
+    def _first(self, tensor: tf.Tensor) -> tuple[str | None, ...]:
+        return (axis_sizes(self._mesh).data, *(None,) * (tensor.shape.rank - 1))
+
+
+class SharedExperts(AllExperts):
+    """Devices have different tokens, and different experts."""
+
+    def of_experts(self, value: tf.Tensor) -> list[tf.Tensor]:
+        shard = local_shards.local_shard(value, self._first(value), self._mesh)
+        return tf.unstack(local_shards.varying(shard, self._mesh))
+
+    def gradient_of(self, of_experts: Sequence[tf.Tensor]) -> tf.Tensor:
+        return self.from_local(tf.stack(of_experts))
+
+
+def _computed(
+    found: routes.Routes,
+    tokens: tf.Tensor,
+    weights: tf.Tensor,
+    values: Sequence[tf.Tensor],
+    expert: Expert,
+    on: OneDevice,
+) -> tf.Tensor:
+    """Return the weighted sums of the experts' results, `(tokens, new width)`.
+
+    One custom gradient surrounds all local computations. It passes its arguments through one operation with its
+    results, so neither may be in a parted layout.
+    """
+
+    @tf.custom_gradient
+    def apply(tokens: tf.Tensor, weights: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+        with _scope(on):
+            given, of_experts = found.send(on.to_local(tokens)), [on.of_experts(each) for each in values]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch([given, of_experts])
+                made = [
+                    expert(each, list(of_one))
+                    for each, of_one in zip(given, zip(*of_experts, strict=True), strict=True)
+                ]
+            items = found.collect(made)
+            local_weights = tf.cast(on.to_local(weights), items.dtype)
+            result = on.from_local(tf.reduce_sum(items * tf.expand_dims(local_weights, -1), 1))
+
+        def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            with _scope(on):
+                local = on.to_local(upstream)
+                of_weights = tf.cast(tf.reduce_sum(items * tf.expand_dims(local, 1), 2), weights.dtype)
+                of_rows, of_values = tape.gradient(
+                    made,
+                    [given, of_experts],
+                    output_gradients=found.send(local, local_weights),
+                    unconnected_gradients=tf.UnconnectedGradients.ZERO,
+                )
+                of_tokens = tf.reduce_sum(found.collect(of_rows), 1)
+                return (
+                    on.from_local(of_tokens),
+                    on.from_local(of_weights),
+                    *(on.gradient_of(each) for each in of_values),
+                )
+
+        return result, gradient
+
+    return apply(tokens, weights, *values)
+
+
+def _scope(on: OneDevice) -> contextlib.AbstractContextManager[Any]:
+    return local_shards.scope() if isinstance(on, AllExperts) else contextlib.nullcontext()
