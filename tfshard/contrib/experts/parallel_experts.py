@@ -23,6 +23,12 @@ from tfshard.operations import rows
 from tfshard.storage import recomputing, steps
 from tfshard.storage.variables import ShardedVariable
 
+# Stands for the number of rows of an expert while its operations are added to a step. Only the step knows the number, and
+# DTensor refuses the reshapes that TensorFlow's gradients of broadcasts do for unknown sizes. Python alone sees the
+# number: TensorFlow and DTensor infer shapes from operations. A prime, so that `_check_sizes` finds an operation that
+# depends on it.
+_STAND_IN = 1_000_003
+
 # Maps the rows of one expert, `(rows, width)`, and the expert's weights, to results `(rows, new width)`.
 Expert = Callable[[tf.Tensor, list[tf.Tensor]], tf.Tensor]
 
@@ -166,6 +172,10 @@ class OneDevice:
         """Return the tensor of tokens that has these local rows."""
         return tensor
 
+    def counted(self, rows: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the rows of each local expert, in the form in which the experts compute them."""
+        return rows
+
     def of_experts(self, value: tf.Tensor) -> list[tf.Tensor]:
         """Return the weights of each local expert, from a variable `(experts, ...)`."""
         return tf.unstack(value)
@@ -190,6 +200,11 @@ class AllExperts(OneDevice):
     def from_local(self, tensor: tf.Tensor) -> tf.Tensor:
         local = transfer.relayout(tensor, (None,) * tensor.shape.rank, self._mesh)
         return local_shards.from_local(local, self._first(tensor), self._mesh) if self._is_sharded else local
+
+    def counted(self, rows: list[tf.Tensor]) -> list[tf.Tensor]:
+        for each in rows:
+            each.set_shape((_STAND_IN, *each.shape[1:]))
+        return rows
 
     def of_experts(self, value: tf.Tensor) -> list[tf.Tensor]:
         return tf.unstack(local_shards.varying(transfer.replicate(value, self._mesh), self._mesh))
@@ -230,7 +245,7 @@ def _computed(
     @tf.custom_gradient
     def apply(tokens: tf.Tensor, weights: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
         with _scope(on):
-            given, of_experts = found.send(on.to_local(tokens)), [on.of_experts(each) for each in values]
+            given, of_experts = on.counted(found.send(on.to_local(tokens))), [on.of_experts(each) for each in values]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([given, of_experts])
                 made = [
@@ -248,7 +263,7 @@ def _computed(
                 of_rows, of_values = tape.gradient(
                     made,
                     [given, of_experts],
-                    output_gradients=found.send(local, local_weights),
+                    output_gradients=on.counted(found.send(local, local_weights)),
                     unconnected_gradients=tf.UnconnectedGradients.ZERO,
                 )
                 of_tokens = tf.reduce_sum(found.collect(of_rows), 1)
