@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -98,8 +99,9 @@ def routed(
     is_shared = are_shared(variables) and devices > 1
     capacity = _capacity(capacity_factor, tokens, ids, experts)
     with tf.name_scope(recomputing.STAYS):
+        given, fillers, by_sample = (tokens, ids, weights), (0, experts, 0), _is_by_sample(tokens, devices)
         tokens, ids, weights = (
-            _spread(each, filler, mesh) for each, filler in ((tokens, 0), (ids, experts), (weights, 0))
+            _spread(each, filler, by_sample, mesh) for each, filler in zip(given, fillers, strict=True)
         )
         on = SharedExperts(mesh) if is_shared else AllExperts(mesh)
         kind = routes.ExchangedRoutes if is_shared else routes.Routes
@@ -141,11 +143,17 @@ def _capacity(factor: float | None, tokens: tf.Tensor, ids: tf.Tensor, experts: 
     return tf.cast(tf.math.ceil(factor * count * choices / experts), tf.int64)
 
 
-def _spread(tensor: tf.Tensor, filler: int, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return a tensor of tokens that the batch axis shards. `filler` fills it up if the axis does not divide the tokens."""
-    devices = axis_sizes(mesh).data_size
-    padding = -tensor.shape[0] % devices
-    if padding or not _is_by_sample(tensor, devices):
+def _spread(tensor: tf.Tensor, filler: int, by_sample: bool, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return a tensor of tokens with rows for each device.
+
+    Args:
+        tensor: The tensor.
+        filler: Fills the tensor up if the batch axis does not divide the number of tokens.
+        by_sample: True if the batch axis shards the samples.
+        mesh: The mesh.
+    """
+    padding = -tensor.shape[0] % axis_sizes(mesh).data_size
+    if padding or not by_sample:
         tensor = transfer.replicate(tensor, mesh)
     if padding:
         tensor = transfer.replicate(tf.pad(tensor, [[0, padding], [0, 0]], constant_values=filler), mesh)
@@ -153,7 +161,7 @@ def _spread(tensor: tf.Tensor, filler: int, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def _is_by_sample(tensor: tf.Tensor, devices: int) -> bool:
-    """Return whether the batch axis divides the samples of a tensor of tokens."""
+    """Return whether the batch axis divides the samples of which a tensor of tokens was made."""
     operation = tensor.op
     while operation.type in ("Cast", "Identity"):
         operation = operation.inputs[0].op
@@ -175,6 +183,9 @@ class OneDevice:
     def counted(self, rows: list[tf.Tensor]) -> list[tf.Tensor]:
         """Return the rows of each local expert, in the form in which the experts compute them."""
         return rows
+
+    def check(self, made: Any, given: Any) -> None:
+        """Raise an error if the operations between tensors depend on the number of rows."""
 
     def of_experts(self, value: tf.Tensor) -> list[tf.Tensor]:
         """Return the weights of each local expert, from a variable `(experts, ...)`."""
@@ -205,6 +216,17 @@ class AllExperts(OneDevice):
         for each in rows:
             each.set_shape((_STAND_IN, *each.shape[1:]))
         return rows
+
+    def check(self, made: Any, given: Any) -> None:
+        for constant in _constants_between(tf.nest.flatten(made), tf.nest.flatten(given)):
+            value = tf.get_static_value(constant)
+            if value.dtype.kind in "iuf" and np.any((value != 0) & (value % _STAND_IN == 0)):
+                raise UnsupportedOperationError(
+                    "Devices compute experts on as many tokens as choose them, a number that only the step knows, but "
+                    "an expert uses the number while the step is traced. Use operations on one token after the other, "
+                    "such as elementwise activations. Received: operation "
+                    f"'{constant.consumers()[0].type}' with the number of tokens in {value.tolist()}"
+                )
 
     def of_experts(self, value: tf.Tensor) -> list[tf.Tensor]:
         return tf.unstack(local_shards.varying(transfer.replicate(value, self._mesh), self._mesh))
@@ -252,6 +274,7 @@ def _computed(
                     expert(each, list(of_one))
                     for each, of_one in zip(given, zip(*of_experts, strict=True), strict=True)
                 ]
+            on.check(made, of_experts)
             items = found.collect(made)
             local_weights = tf.cast(on.to_local(weights), items.dtype)
             result = on.from_local(tf.reduce_sum(items * tf.expand_dims(local_weights, -1), 1))
@@ -266,6 +289,7 @@ def _computed(
                     output_gradients=on.counted(found.send(local, local_weights)),
                     unconnected_gradients=tf.UnconnectedGradients.ZERO,
                 )
+                on.check([of_rows, of_values], [items, upstream])
                 of_tokens = tf.reduce_sum(found.collect(of_rows), 1)
                 return (
                     on.from_local(of_tokens),
@@ -276,6 +300,21 @@ def _computed(
         return result, gradient
 
     return apply(tokens, weights, *values)
+
+
+def _constants_between(made: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the constants among the operations from some tensors to others."""
+    seen = {each.op for each in given}
+    waiting, found = [each.op for each in made], []
+    while waiting:
+        operation = waiting.pop()
+        if operation in seen:
+            continue
+        seen.add(operation)
+        if operation.type == "Const":
+            found += operation.outputs
+        waiting += [each.op for each in operation.inputs]
+    return found
 
 
 def _scope(on: OneDevice) -> contextlib.AbstractContextManager[Any]:

@@ -1,0 +1,125 @@
+"""The experts of KerasHub's models: Mixtral, Qwen MoE, Qwen3 MoE, Qwen3.5 MoE and GPT-OSS.
+
+A block of these models calls a bank of experts, which computes all experts for all tokens, `(experts, tokens, width)`.
+The block multiplies the results by the weights `(experts, tokens, 1)` of its router, most of which are zero, and sums
+over the experts. A patch on the bank returns `RoutedResults` in place of the results. Their product with the weights is
+the sum `(1, tokens, width)`, for which tokens go to the experts with the largest weights. The rest of the block, with
+the router and the losses, is KerasHub's. Each expert is the bank's own function, called with the weights of one expert.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfshard import _private
+from tfshard.contrib.experts import parallel_experts
+from tfshard.errors import UnsupportedOperationError
+from tfshard.operations import layer_patch
+from tfshard.storage import steps
+from tfshard.training import attached_model
+
+ROUTED = layer_patch.register(
+    layer_patch.Change(
+        of="KerasHub's experts, with `experts=`",
+        attribute="call",
+        why="sends tokens to the devices of their experts, where KerasHub computes all experts for all tokens",
+        module="hub_experts",
+        knows_mesh=True,
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoutedResults:
+    """Stands for the results of all experts for all tokens, `(experts, tokens, width)`, which no device computes.
+
+    Attributes:
+        bank: The layer with the experts.
+        call: The layer's own function.
+        tokens: `(tokens, width)`.
+        choices: The number of experts of a token.
+    """
+
+    bank: keras.Layer
+    call: Callable[[tf.Tensor], tf.Tensor]
+    tokens: tf.Tensor
+    choices: int
+
+    def __mul__(self, weights: tf.Tensor) -> tf.Tensor:
+        """Multiply by the weights `(experts, tokens, 1)` of a router. Returns the sum over experts, with a first dim of
+        size 1."""
+        variables = self.bank.variables
+        experts = variables[0].shape[0]
+        count = self.tokens.shape[0]
+        if tuple(weights.shape) != (experts, count, 1):
+            raise self._unknown(f"a product with a tensor of shape {tuple(weights.shape)}")
+        by_token = tf.transpose(tf.squeeze(weights, 2))
+        chosen, ids = tf.math.top_k(by_token, self.choices)
+        routed = parallel_experts.routed(
+            self.tokens,
+            ids,
+            chosen,
+            variables,
+            functools.partial(_one_expert, self.call, variables),
+            experts=experts,
+            name=self.bank.name,
+        )
+        return tf.expand_dims(routed, 0)
+
+    __rmul__ = __mul__
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        del dtype, name
+        raise self._unknown("a use of the results of all experts")
+
+    def _unknown(self, what: str) -> UnsupportedOperationError:
+        return UnsupportedOperationError(
+            "KerasHub's blocks multiply the results of all experts by the weights of their router, and tfshard computes "
+            "the product. This version of KerasHub does something else. Leave out experts=. Received: "
+            f"{what} of layer '{self.bank.name}' (of type {type(self.bank).__name__})"
+        )
+
+
+def _one_expert(
+    call: Callable[[tf.Tensor], tf.Tensor],
+    variables: list[keras.Variable],
+    tokens: tf.Tensor,
+    weights: list[tf.Tensor],
+) -> tf.Tensor:
+    """Call a bank with one expert. Returns `(tokens, new width)`."""
+    with keras.StatelessScope() as scope:
+        for variable, each in zip(variables, weights, strict=True):
+            scope.add_update((variable, tf.expand_dims(each, 0)))
+        return tf.unstack(call(tokens), 1)[0]
+
+
+def _replacement(bank: keras.Layer, choices: int, call: layer_patch.Method) -> layer_patch.Method:
+    def routed(hidden_states: tf.Tensor) -> Any:
+        step = steps.current()
+        if step is None or steps.is_local_trace():
+            return call(hidden_states)
+        return RoutedResults(bank, call, hidden_states, choices)
+
+    return routed
+
+
+def _bank_of(block: keras.Layer) -> keras.Layer | None:
+    """Return the bank of experts of a block."""
+    banks = [value for value in vars(block).values() if isinstance(value, keras.Layer) and _private.is_expert_bank(value)]
+    return banks[0] if len(banks) == 1 and isinstance(getattr(block, "top_k", None), int) else None
+
+
+def install(model: keras.Model) -> None:
+    """Patch the banks of a model whose experts are sharded."""
+    for block in _private.flatten_layers(model):
+        bank = _bank_of(block)
+        if bank is not None and parallel_experts.are_shared(bank.variables):
+            layer_patch.apply(ROUTED, bank, functools.partial(_replacement, bank, block.top_k))
+
+
+parallel_experts.known_layers.append(_private.is_expert_bank)
+attached_model.model_patchers.append(install)
