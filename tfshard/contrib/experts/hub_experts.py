@@ -9,7 +9,7 @@ the router and the losses, is KerasHub's. Each expert is the bank's own function
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -64,7 +64,7 @@ class RoutedResults:
             ids,
             chosen,
             variables,
-            functools.partial(_one_expert, self.call, variables),
+            _expert_of(self.bank, self.call, variables),
             experts=experts,
             name=self.bank.name,
         )
@@ -82,6 +82,46 @@ class RoutedResults:
             "the product. This version of KerasHub does something else. Leave out experts=. Received: "
             f"{what} of layer '{self.bank.name}' (of type {type(self.bank).__name__})"
         )
+
+
+def _expert_of(
+    bank: keras.Layer, call: Callable[[tf.Tensor], tf.Tensor], variables: list[keras.Variable]
+) -> parallel_experts.Expert:
+    """Return the function of one expert of a bank."""
+    if type(bank).__name__ == "GptOssExperts":
+        names = [variable.name for variable in variables]
+        return lambda tokens, weights: _gpt_oss_expert(bank, tokens, dict(zip(names, weights, strict=True)))
+    return functools.partial(_one_expert, call, variables)
+
+
+def _gpt_oss_expert(bank: keras.Layer, tokens: tf.Tensor, weights: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """Return the result of one GPT-OSS expert.
+
+    As `GptOssExperts.call`, but for gradients: those of clips and of slices of tokens depend on the number of tokens.
+    """
+    kernel, bias = weights["gate_up_proj"], weights["gate_up_proj_bias"]
+    gate = tf.nn.bias_add(tf.matmul(tokens, kernel[:, ::2]), bias[::2])
+    up = tf.nn.bias_add(tf.matmul(tokens, kernel[:, 1::2]), bias[1::2])
+    hidden = _gated(bank.alpha, bank.limit)(gate, up)
+    return tf.nn.bias_add(tf.matmul(hidden, weights["down_proj"]), weights["down_proj_bias"])
+
+
+def _gated(alpha: float, limit: float) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """Return the activation of GPT-OSS: `(up + 1) * gate * sigmoid(alpha * gate)` of values clipped to the limit."""
+
+    @tf.custom_gradient
+    def gated(gate: tf.Tensor, up: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tuple[tf.Tensor, tf.Tensor]]]:
+        small_gate, small_up = tf.minimum(gate, limit), tf.clip_by_value(up, -limit, limit)
+        share = tf.sigmoid(alpha * small_gate)
+
+        def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            slope = share * (1 + alpha * small_gate * (1 - share)) * tf.cast(gate <= limit, gate.dtype)
+            passes = tf.cast(tf.abs(up) <= limit, up.dtype)
+            return upstream * (small_up + 1) * slope, upstream * small_gate * share * passes
+
+        return (small_up + 1) * small_gate * share, gradient
+
+    return gated
 
 
 def _one_expert(
