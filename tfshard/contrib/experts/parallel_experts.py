@@ -99,16 +99,11 @@ def routed(
     is_shared = are_shared(variables) and devices > 1
     capacity = _capacity(capacity_factor, tokens, ids, experts)
     with tf.name_scope(recomputing.STAYS):
-        given, fillers, by_sample = (tokens, ids, weights), (0, experts, 0), _is_by_sample(tokens, devices)
-        tokens, ids, weights = (
-            _spread(each, filler, by_sample, mesh) for each, filler in zip(given, fillers, strict=True)
-        )
-        on = SharedExperts(mesh) if is_shared else AllExperts(mesh)
+        on = (SharedExperts if is_shared else AllExperts)(mesh, count, by_sample=_is_by_sample(tokens, devices))
         kind = routes.ExchangedRoutes if is_shared else routes.Routes
         with _private.stop_recording(), local_shards.scope():
-            found = kind(on.to_local(ids), experts=experts, capacity=capacity, mesh=mesh)
-        made = _computed(found, tokens, weights, values, expert, on)
-        return made if count % devices == 0 else transfer.replicate(made, mesh)[:count]
+            found = kind(on.to_local(ids, filler=experts), experts=experts, capacity=capacity, mesh=mesh)
+        return _computed(found, tokens, weights, values, expert, on)
 
 
 def _check(step: steps.Step, variables: Sequence[keras.Variable], name: str) -> None:
@@ -143,30 +138,13 @@ def _capacity(factor: float | None, tokens: tf.Tensor, ids: tf.Tensor, experts: 
     return tf.cast(tf.math.ceil(factor * count * choices / experts), tf.int64)
 
 
-def _spread(tensor: tf.Tensor, filler: int, by_sample: bool, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return a tensor of tokens with rows for each device.
-
-    Args:
-        tensor: The tensor.
-        filler: Fills the tensor up if the batch axis does not divide the number of tokens.
-        by_sample: True if the batch axis shards the samples.
-        mesh: The mesh.
-    """
-    padding = -tensor.shape[0] % axis_sizes(mesh).data_size
-    if padding or not by_sample:
-        tensor = transfer.replicate(tensor, mesh)
-    if padding:
-        tensor = transfer.replicate(tf.pad(tensor, [[0, padding], [0, 0]], constant_values=filler), mesh)
-    return tensor
-
-
 def _is_by_sample(tensor: tf.Tensor, devices: int) -> bool:
     """Return whether the batch axis divides the samples of which a tensor of tokens was made."""
     operation = tensor.op
     while operation.type in ("Cast", "Identity"):
         operation = operation.inputs[0].op
     source = operation.inputs[0] if operation.type == "Reshape" else tensor
-    return bool(source.shape.rank and source.shape[0] is not None and source.shape[0] % devices == 0)
+    return devices > 1 and bool(source.shape.rank) and source.shape[0] is not None and source.shape[0] % devices == 0
 
 
 class OneDevice:
@@ -197,20 +175,40 @@ class OneDevice:
 
 
 class AllExperts(OneDevice):
-    """Devices have different tokens, and all experts. All local tensors are in parted layouts."""
+    """Devices have different tokens, and all experts. All local tensors are in parted layouts.
 
-    def __init__(self, mesh: dtensor.Mesh):
-        self._mesh = mesh
-        self._is_sharded = axis_sizes(mesh).data_size > 1
+    Args:
+        mesh: The mesh.
+        count: The number of tokens.
+        by_sample: True if the batch axis shards the samples of which the tokens were made.
+    """
 
-    def to_local(self, tensor: tf.Tensor) -> tf.Tensor:
-        if not self._is_sharded:
-            return local_shards.varying(transfer.replicate(tensor, self._mesh), self._mesh)
+    def __init__(self, mesh: dtensor.Mesh, count: int, *, by_sample: bool):
+        self._mesh, self._count, self._by_sample = mesh, count, by_sample
+        self._devices = axis_sizes(mesh).data_size
+        self._padding = -count % self._devices
+
+    def to_local(self, tensor: tf.Tensor, filler: int = 0) -> tf.Tensor:
+        """Return the local rows. `filler` fills tensors up if the batch axis does not divide the tokens."""
+        if self._padding or not self._by_sample:
+            tensor = transfer.replicate(tensor, self._mesh)
+        if self._devices == 1:
+            return local_shards.varying(tensor, self._mesh)
+        if self._padding:
+            tensor = tf.pad(tensor, [[0, self._padding], [0, 0]], constant_values=filler)
+            tensor = transfer.replicate(tensor, self._mesh)
         return local_shards.local_rows(transfer.relayout(tensor, self._first(tensor), self._mesh), self._mesh)
 
     def from_local(self, tensor: tf.Tensor) -> tf.Tensor:
+        joined = self._joined(tensor)
+        if self._padding or not self._by_sample:
+            return transfer.replicate(transfer.replicate(joined, self._mesh)[: self._count], self._mesh)
+        return joined
+
+    def _joined(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the tensor that the batch axis shards, from rows of each device."""
         local = transfer.relayout(tensor, (None,) * tensor.shape.rank, self._mesh)
-        return local_shards.from_local(local, self._first(tensor), self._mesh) if self._is_sharded else local
+        return local_shards.from_local(local, self._first(tensor), self._mesh) if self._devices > 1 else local
 
     def counted(self, rows: list[tf.Tensor]) -> list[tf.Tensor]:
         for each in rows:
@@ -233,7 +231,7 @@ class AllExperts(OneDevice):
 
     def gradient_of(self, of_experts: Sequence[tf.Tensor]) -> tf.Tensor:
         local = transfer.relayout(tf.stack(of_experts), (None,) * (of_experts[0].shape.rank + 1), self._mesh)
-        return rows.psum(local, self._mesh) if self._is_sharded else local
+        return rows.psum(local, self._mesh) if self._devices > 1 else local
 
     def _first(self, tensor: tf.Tensor) -> tuple[str | None, ...]:
         return (axis_sizes(self._mesh).data, *(None,) * (tensor.shape.rank - 1))
@@ -247,7 +245,7 @@ class SharedExperts(AllExperts):
         return tf.unstack(local_shards.varying(shard, self._mesh))
 
     def gradient_of(self, of_experts: Sequence[tf.Tensor]) -> tf.Tensor:
-        return self.from_local(tf.stack(of_experts))
+        return self._joined(tf.stack(of_experts))
 
 
 def _computed(
