@@ -185,6 +185,11 @@ def from_options(**options: Any) -> tuple[VariableKind, ...]:
     return tuple(_registered[name].from_option(given) for name, given in options.items() if given is not None)
 
 
+def keeps_gradients(option: str) -> bool:
+    """Return whether gradients of an option's variables stay on the devices that compute them."""
+    return not issubclass(_registered.get(option, PartialKind), PartialKind)
+
+
 def without_kinds(layout_map: LayoutMap, kinds: Sequence[VariableKind]) -> LayoutMap:
     """Remove the rules for variables of the kinds from an automatic layout map, and return the map."""
     for pattern in list(layout_map):

@@ -237,21 +237,19 @@ def without_peak(
             sent = dataclasses.replace(sent, unknown=_joined(sent.unknown, more))
         else:
             statistics = statistics_traffic.collectives(found, placement.mesh_shape)
+    of_kinds = [
+        each
+        for kind, layouts in placement.kinds().items()
+        for each in kind.collectives(
+            model_or_specs, layouts, placement.mesh_shape, optimizer=optimizer, inputs=called_on
+        )
+    ]
     return ShardingPlan.from_placement(
         placement,
         slots=slots,
         activations=[
-            *(
-                each
-                for kind, layouts in placement.kinds().items()
-                for each in kind.collectives(
-                    model_or_specs, layouts, placement.mesh_shape, optimizer=optimizer, inputs=inputs
-                )
-            ),
-            *(
-                dataclasses.replace(each, count=each.count * microbatches.count)
-                for each in (*sent.collectives, *statistics)
-            ),
+            dataclasses.replace(each, count=each.count * microbatches.count)
+            for each in (*of_kinds, *sent.collectives, *statistics)
         ],
         unknown=sent.unknown,
         uses=sent.uses,

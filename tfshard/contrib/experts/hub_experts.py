@@ -161,5 +161,23 @@ def install(model: keras.Model) -> None:
             layer_patch.apply(ROUTED, bank, functools.partial(_replacement, bank, block.top_k))
 
 
+def _mixture_of(block: keras.Layer) -> parallel_experts.Mixture | None:
+    bank = _bank_of(block)
+    if bank is None or not bank.built:
+        return None
+    has_loss = any(hasattr(block, name) for name in ("router_aux_loss_coef", "router_aux_loss_coefficient"))
+    return parallel_experts.Mixture(
+        name=bank.path,
+        variables=bank.variables,
+        multiplied=bank.variables[0],
+        choices=block.top_k,
+        width=bank.variables[0].shape[1],
+        dtype=bank.compute_dtype,
+        # The shares and mean probabilities of experts, and two numbers of tokens.
+        sums=4 * has_loss,
+    )
+
+
 parallel_experts.known_layers.append(_private.is_expert_bank)
+parallel_experts.finders.append(_mixture_of)
 attached_model.model_patchers.append(install)

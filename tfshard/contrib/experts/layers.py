@@ -159,12 +159,15 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
         tokens = ops.reshape(inputs, (-1, inputs.shape[-1]))
         logits = ops.matmul(ops.cast(tokens, "float32"), self.router_kernel)
         probabilities = ops.softmax(logits, axis=-1)
-        weights, ids = ops.top_k(probabilities, k=self.top_k)
+        ids = ops.top_k(probabilities, k=self.top_k)[1]
+        # The values of top_k, whose gradient would take a scatter.
+        chosen = ops.one_hot(ids, self.num_experts, dtype="float32")
+        weights = ops.sum(chosen * ops.expand_dims(probabilities, 1), axis=-1)
         if self.normalize_weights:
             weights = weights / ops.sum(weights, axis=-1, keepdims=True)
         counted = None if mask is None else ops.reshape(ops.cast(mask, "float32"), (-1, 1))
         if training:
-            self._add_losses(logits, probabilities, ids, counted)
+            self._add_losses(logits, probabilities, ops.sum(chosen, axis=1) / self.top_k, counted)
         if counted is not None:
             present = ops.cast(counted, ids.dtype)
             ids = ids * present + self.num_experts * (1 - present)
@@ -173,7 +176,7 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
             tokens,
             ids,
             weights,
-            [getattr(self, f"expert_{name}_{part}") for name in self._projections() for part in self._parts()],
+            self.expert_weights,
             self._expert,
             experts=self.num_experts,
             capacity_factor=self.capacity_factor,
@@ -181,8 +184,11 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
         )
         return ops.reshape(outputs, shape)
 
-    def _parts(self) -> tuple[str, ...]:
-        return ("kernel", "bias") if self.use_bias else ("kernel",)
+    @property
+    def expert_weights(self) -> list[keras.Variable]:
+        """The variables `(experts, ...)` of a built layer: for each projection the kernel, and the bias if it has one."""
+        parts = ("kernel", "bias") if self.use_bias else ("kernel",)
+        return [getattr(self, f"expert_{name}_{part}") for name in self._projections() for part in parts]
 
     def _expert(self, rows: Any, weights: list[Any]) -> Any:
         """Compute one expert: `(rows, features)` to `(rows, features)`."""
@@ -197,12 +203,9 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
             return projected(gate * projected(rows))
         return projected(self.activation(projected(rows)))
 
-    def _add_losses(self, logits: Any, probabilities: Any, ids: Any, counted: Any) -> None:
-        if not self.load_balancing and not self.router_z:
-            return
+    def _add_losses(self, logits: Any, probabilities: Any, chosen: Any, counted: Any) -> None:
         weight = 1.0 if counted is None else counted / ops.maximum(ops.mean(counted), 1e-9)
         if self.load_balancing:
-            chosen = ops.sum(ops.one_hot(ids, self.num_experts, dtype="float32"), axis=1) / self.top_k
             shares = ops.mean(chosen * weight, axis=0) * ops.mean(probabilities * weight, axis=0)
             self.add_loss(self.load_balancing * self.num_experts * ops.sum(shares))
         if self.router_z:
@@ -271,4 +274,21 @@ def _is_ours(layer: keras.Layer) -> bool:
     return isinstance(layer, MixtureOfExperts)
 
 
+def _mixture_of(layer: keras.Layer) -> parallel_experts.Mixture | None:
+    if not isinstance(layer, MixtureOfExperts) or not layer.built:
+        return None
+    return parallel_experts.Mixture(
+        name=layer.path,
+        variables=layer.expert_weights,
+        multiplied=layer.router_kernel,
+        choices=layer.top_k,
+        width=layer.router_kernel.shape[0],
+        dtype=layer.compute_dtype,
+        capacity_factor=layer.capacity_factor,
+        # The numbers of tokens, the shares and mean probabilities of experts, and the mean of squares.
+        sums=3 * bool(layer.load_balancing) + 2 * bool(layer.router_z),
+    )
+
+
 parallel_experts.known_layers.append(_is_ours)
+parallel_experts.finders.append(_mixture_of)

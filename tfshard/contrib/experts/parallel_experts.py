@@ -6,6 +6,7 @@ share them.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,8 +34,43 @@ _STAND_IN = 1_000_003
 # Maps the rows of one expert, `(rows, width)`, and the expert's weights, to results `(rows, new width)`.
 Expert = Callable[[tf.Tensor, list[tf.Tensor]], tf.Tensor]
 
-# The layers with experts that the option `experts=` may shard. Extension modules append to it.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Mixture:
+    """A mixture of experts in a model, for plans.
+
+    Attributes:
+        name: The path of the layer with the experts.
+        variables: The variables of the experts.
+        multiplied: The variable that multiplies all tokens before they go to experts, or the first variable of experts.
+        choices: The number of experts of a token.
+        width: The number of features of a token.
+        dtype: The dtype of tokens.
+        capacity_factor: As for `routed`.
+        sums: How many sums over all tokens the losses of the router take in training.
+    """
+
+    name: str
+    variables: Sequence[keras.Variable]
+    multiplied: keras.Variable
+    choices: int
+    width: int
+    dtype: str
+    capacity_factor: float | None = None
+    sums: int = 0
+
+
+# The layers with experts that the option `experts=` may shard, and the mixtures of a layer, if it has one. The modules of
+# these layers append to both.
 known_layers: list[Callable[[keras.Layer], bool]] = []
+finders: list[Callable[[keras.Layer], Mixture | None]] = []
+
+
+def mixtures_of(model: keras.Model) -> list[Mixture]:
+    """Return the mixtures of experts in a model."""
+    found = [find(layer) for layer in _private.flatten_layers(model) for find in finders]
+    return [each for each in found if each is not None]
 
 
 def is_known(layer: keras.Layer) -> bool:
@@ -127,13 +163,18 @@ def _mesh_of(step: steps.Step) -> dtensor.Mesh:
     return mesh
 
 
+def capacity_of(factor: float | None, tokens: int, choices: int, experts: int) -> int | None:
+    """Return how many items an expert takes; None for all."""
+    return None if factor is None else math.ceil(factor * tokens * choices / experts)
+
+
 def _capacity(factor: float | None, tokens: tf.Tensor, ids: tf.Tensor, experts: int) -> tf.Tensor | int | None:
     """Return how many items an expert takes."""
     if factor is None:
         return None
     count, choices = tokens.shape[0], ids.shape[1]
     if count is not None:
-        return math.ceil(factor * count * choices / experts)
+        return capacity_of(factor, count, choices, experts)
     count = tf.cast(tf.shape(tokens, tf.int64)[0], tf.float64)
     return tf.cast(tf.math.ceil(factor * count * choices / experts), tf.int64)
 

@@ -34,6 +34,7 @@ class Routes:
 
     def __init__(self, ids: tf.Tensor, *, experts: int, capacity: tf.Tensor | int | None, mesh: dtensor.Mesh | None):
         _allow()
+        self._capacity = capacity
         self._ids, self._experts, self._choices, self._mesh = ids, experts, ids.shape[1], mesh
         choices = self._choices
         groups = experts * choices
@@ -127,8 +128,9 @@ class ExchangedRoutes(Routes):
         each = self._experts // self._devices
         sent = tf.reduce_sum(self._kept, 2)
         longest = tf.reduce_max(tf.reduce_sum(tf.reshape(sent, (self._devices, self._devices, each)), 2))
-        self._capacities = uneven_exchanges.capacities(self._items)
-        length, self._choice = uneven_exchanges.chosen(longest, self._items)
+        most = min(self._items, each * self._capacity) if isinstance(self._capacity, int) else self._items
+        length, self._choice = uneven_exchanges.chosen(longest, most)
+        self._choices_of_length = len(uneven_exchanges.capacities(most))
         self._arrange_lists(each, length)
         mine = tf.reshape(self._place * each, (1,)) + tf.range(each, dtype=tf.int64)
         self._arrange_rows(tf.gather(sent, mine, axis=1), each, length)
@@ -188,7 +190,7 @@ class ExchangedRoutes(Routes):
         return items * tf.cast(tf.expand_dims(self._is_sent, -1), items.dtype)
 
     def _exchanged(self, lists: tf.Tensor) -> tf.Tensor:
-        return uneven_exchanges.all_to_all(lists, self._choice, len(self._capacities), self._mesh)
+        return uneven_exchanges.all_to_all(lists, self._choice, self._choices_of_length, self._mesh)
 
 
 def _kept(counts: tf.Tensor, capacity: tf.Tensor | int | None) -> tf.Tensor:
