@@ -1620,7 +1620,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="embedding tables",
-        function="tfshard.contrib.embedding_tables.exchanges:Lists.to",
+        function="tfshard.devices.uneven_exchanges:chosen",
         old="tf.cast(tf.constant(sizes, tf.int64) < longest, tf.int64)",
         new="tf.cast(tf.constant(sizes, tf.int64) < longest - 1, tf.int64)",
         what="lists that devices send each other have no room for their last item",
