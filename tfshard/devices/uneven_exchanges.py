@@ -8,7 +8,6 @@ checks their types: it refuses reshapes and slices of tensors with an unknown sh
 in the memory of the host.
 """
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 

@@ -177,12 +177,13 @@ def register(kind: type[VariableKind]) -> None:
 
 
 def from_options(**options: Any) -> tuple[VariableKind, ...]:
-    """Return the kinds that a user chose, by the names of their options. None chooses no kind.
+    """Return the kinds that a user chose, by the names of their options. None and False choose no kind.
 
     Raises:
         StrategyError: A value does not fit its option.
     """
-    return tuple(_registered[name].from_option(given) for name, given in options.items() if given is not None)
+    chosen = {name: given for name, given in options.items() if not (given is None or given is False)}
+    return tuple(_registered[name].from_option(given) for name, given in chosen.items())
 
 
 def keeps_gradients(option: str) -> bool:

@@ -193,7 +193,7 @@ class VariableLayout:
         on_host: True if the host stores the variable.
         reduction: How devices reduce the gradient (`GradientReduction.choose`); None if DTensor or replicas reduce it.
         kind: The kind of the variable or of the slot's variable (variable_kind.py). None: steps read the full variable.
-        kind_shape: The shape of the stored tensor of a variable of a `PartialKind`, with padding; None for other variables.
+        kind_shape: The shape of the stored tensor of a variable of a `PartialKind`, with padding; None for others.
     """
 
     spec: VariableSpec

@@ -105,7 +105,10 @@ def plan(
     """
     sizes = model_specs.mesh_sizes(mesh_shape)
     specs = model_specs.specs_of(model_or_specs)
-    automatic, kinds = auto_layout.is_auto(layout_map), variable_kind.from_options(tables=tables, experts=experts or None)
+    automatic, kinds = (
+        auto_layout.is_auto(layout_map),
+        variable_kind.from_options(tables=tables, experts=experts),
+    )
     resolved = auto_layout.resolve(layout_map, model_or_specs, sizes)
     if automatic:
         resolved = variable_kind.without_kinds(resolved, kinds)

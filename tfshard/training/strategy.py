@@ -186,7 +186,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             already_sharded=already_sharded,
             reduction=gradient_reduction.from_option(compression),
             attention=AttentionChoice.from_option(attention),
-            kinds=variable_kind.from_options(tables=tables, experts=experts or None),
+            kinds=variable_kind.from_options(tables=tables, experts=experts),
             chunked_cross_entropy=ChunkedCrossEntropy.from_option(chunked_cross_entropy),
         )
         self._start(mesh, config)

@@ -69,7 +69,12 @@ def _of_mixture(mixture: Mixture, graph: ModelGraph | None, axes: MeshAxes) -> l
             most = items if capacity is None else min(items, capacity * experts // devices)
             lists = devices * most * mixture.width * variable_layout.itemsize(mixture.dtype)
         sent += [
-            ("all-gather", 1, devices * experts * mixture.choices * _COUNT_BYTES, "8 bytes x devices x experts x top_k"),
+            (
+                "all-gather",
+                1,
+                devices * experts * mixture.choices * _COUNT_BYTES,
+                "8 bytes x devices x experts x top_k",
+            ),
             ("all-to-all", 4, lists, "bytes(token) x devices x top_k x tokens of a device, at most"),
         ]
         if mixture.sums:
@@ -93,7 +98,9 @@ def _of_mixture(mixture: Mixture, graph: ModelGraph | None, axes: MeshAxes) -> l
 def _unknown(owner: str, axis: str) -> list[Collective]:
     """Return the collectives of a mixture of which only the variables are known."""
     return [
-        Collective(kind="all-gather", what=owner, axis=axis, count=1, bytes=None, formula="8 bytes x devices x experts x top_k"),
+        Collective(
+            kind="all-gather", what=owner, axis=axis, count=1, bytes=None, formula="8 bytes x devices x experts x top_k"
+        ),
         Collective(
             kind="all-to-all",
             what=owner,

@@ -10,7 +10,7 @@ the router and the losses, is KerasHub's. Each expert is the bank's own function
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -56,7 +56,7 @@ class RoutedResults:
         experts = variables[0].shape[0]
         count = self.tokens.shape[0]
         if tuple(weights.shape) != (experts, count, 1):
-            raise self._unknown(f"a product with a tensor of shape {tuple(weights.shape)}")
+            self._refuse(f"a product with a tensor of shape {tuple(weights.shape)}")
         by_token = tf.transpose(tf.squeeze(weights, 2))
         chosen, ids = tf.math.top_k(by_token, self.choices)
         routed = parallel_experts.routed(
@@ -74,12 +74,12 @@ class RoutedResults:
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         del dtype, name
-        raise self._unknown("a use of the results of all experts")
+        self._refuse("a use of the results of all experts")
 
-    def _unknown(self, what: str) -> UnsupportedOperationError:
-        return UnsupportedOperationError(
-            "KerasHub's blocks multiply the results of all experts by the weights of their router, and tfshard computes "
-            "the product. This version of KerasHub does something else. Leave out experts=. Received: "
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedOperationError(
+            "KerasHub's blocks multiply the results of all experts by the weights of a router, and tfshard computes the "
+            "product. This version of KerasHub does something else. Leave out experts=. Received: "
             f"{what} of layer '{self.bank.name}' (of type {type(self.bank).__name__})"
         )
 
@@ -109,7 +109,6 @@ def _gpt_oss_expert(bank: keras.Layer, tokens: tf.Tensor, weights: Mapping[str, 
 def _gated(alpha: float, limit: float) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """Return the activation of GPT-OSS: `(up + 1) * gate * sigmoid(alpha * gate)` of values clipped to the limit."""
 
-    @tf.custom_gradient
     def gated(gate: tf.Tensor, up: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tuple[tf.Tensor, tf.Tensor]]]:
         small_gate, small_up = tf.minimum(gate, limit), tf.clip_by_value(up, -limit, limit)
         share = tf.sigmoid(alpha * small_gate)
@@ -121,7 +120,8 @@ def _gated(alpha: float, limit: float) -> Callable[[tf.Tensor, tf.Tensor], tf.Te
 
         return (small_up + 1) * small_gate * share, gradient
 
-    return gated
+    activation: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.custom_gradient(gated)
+    return activation
 
 
 def _one_expert(
@@ -149,7 +149,9 @@ def _replacement(bank: keras.Layer, choices: int, call: layer_patch.Method) -> l
 
 def _bank_of(block: keras.Layer) -> keras.Layer | None:
     """Return the bank of experts of a block."""
-    banks = [value for value in vars(block).values() if isinstance(value, keras.Layer) and _private.is_expert_bank(value)]
+    banks = [
+        value for value in vars(block).values() if isinstance(value, keras.Layer) and _private.is_expert_bank(value)
+    ]
     return banks[0] if len(banks) == 1 and isinstance(getattr(block, "top_k", None), int) else None
 
 

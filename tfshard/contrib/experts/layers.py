@@ -52,12 +52,12 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
         router_initializer: Initializer of the router's kernel.
         **kwargs: `name`, `dtype` and other arguments of `keras.layers.Layer`.
 
-    Input shape: `(batch, ..., n)`. Output shape: the same. With a mask `(batch, ...)`, tokens where it is False go to no
-    expert, give zeros, and do not count in the losses.
+    Input shape: `(batch, ..., n)`. Output shape: the same. With a mask `(batch, ...)`, tokens where the mask is False
+    go to no expert, give zeros, and do not count in the losses.
 
-    The weights are `router_kernel` (n, experts), always float32; `expert_up_kernel` and with `gated` `expert_gate_kernel`
-    (experts, n, hidden_dim); `expert_down_kernel` (experts, hidden_dim, n); and biases `expert_up_bias`,
-    `expert_gate_bias` (experts, hidden_dim) and `expert_down_bias` (experts, n).
+    The weights are `router_kernel` (n, experts), always float32; `expert_up_kernel`, and `expert_gate_kernel` with
+    `gated=True` (experts, n, hidden_dim); `expert_down_kernel` (experts, hidden_dim, n); and the biases
+    `expert_up_bias`, `expert_gate_bias` (experts, hidden_dim) and `expert_down_bias` (experts, n).
 
     Raises:
         ShardingError: An argument is outside of its range, or `n` is not known.
@@ -186,7 +186,7 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
 
     @property
     def expert_weights(self) -> list[keras.Variable]:
-        """The variables `(experts, ...)` of a built layer: for each projection the kernel, and the bias if it has one."""
+        """The variables `(experts, ...)` of a built layer: the kernel, and perhaps the bias, of each projection."""
         parts = ("kernel", "bias") if self.use_bias else ("kernel",)
         return [getattr(self, f"expert_{name}_{part}") for name in self._projections() for part in parts]
 

@@ -25,15 +25,14 @@ from tfshard.operations import rows
 from tfshard.storage import recomputing, steps
 from tfshard.storage.variables import ShardedVariable
 
-# Stands for the number of rows of an expert while its operations are added to a step. Only the step knows the number, and
-# DTensor refuses the reshapes that TensorFlow's gradients of broadcasts do for unknown sizes. Python alone sees the
-# number: TensorFlow and DTensor infer shapes from operations. A prime, so that `_check_sizes` finds an operation that
-# depends on it.
+# Stands for the number of rows of an expert while its operations are added to a step. Only the step knows the number,
+# and DTensor refuses the reshapes that TensorFlow's gradients of broadcasts do for unknown sizes. Python alone sees this
+# number: TensorFlow and DTensor infer shapes from operations. A prime, so that `check` finds operations that depend on
+# it.
 _STAND_IN = 1_000_003
 
 # Maps the rows of one expert, `(rows, width)`, and the expert's weights, to results `(rows, new width)`.
 Expert = Callable[[tf.Tensor, list[tf.Tensor]], tf.Tensor]
-
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,8 +60,8 @@ class Mixture:
     sums: int = 0
 
 
-# The layers with experts that the option `experts=` may shard, and the mixtures of a layer, if it has one. The modules of
-# these layers append to both.
+# The layers with experts that the option `experts=` may shard, and the mixture of a layer, if it has one. The modules
+# of these layers append to both.
 known_layers: list[Callable[[keras.Layer], bool]] = []
 finders: list[Callable[[keras.Layer], Mixture | None]] = []
 
@@ -208,7 +207,8 @@ class OneDevice:
 
     def of_experts(self, value: tf.Tensor) -> list[tf.Tensor]:
         """Return the weights of each local expert, from a variable `(experts, ...)`."""
-        return tf.unstack(value)
+        found: list[tf.Tensor] = tf.unstack(value)
+        return found
 
     def gradient_of(self, of_experts: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the gradient of a variable from the gradients of its local experts."""
@@ -268,7 +268,8 @@ class AllExperts(OneDevice):
                 )
 
     def of_experts(self, value: tf.Tensor) -> list[tf.Tensor]:
-        return tf.unstack(local_shards.varying(transfer.replicate(value, self._mesh), self._mesh))
+        found: list[tf.Tensor] = tf.unstack(local_shards.varying(transfer.replicate(value, self._mesh), self._mesh))
+        return found
 
     def gradient_of(self, of_experts: Sequence[tf.Tensor]) -> tf.Tensor:
         local = transfer.relayout(tf.stack(of_experts), (None,) * (of_experts[0].shape.rank + 1), self._mesh)
@@ -283,7 +284,8 @@ class SharedExperts(AllExperts):
 
     def of_experts(self, value: tf.Tensor) -> list[tf.Tensor]:
         shard = local_shards.local_shard(value, self._first(value), self._mesh)
-        return tf.unstack(local_shards.varying(shard, self._mesh))
+        found: list[tf.Tensor] = tf.unstack(local_shards.varying(shard, self._mesh))
+        return found
 
     def gradient_of(self, of_experts: Sequence[tf.Tensor]) -> tf.Tensor:
         return self._joined(tf.stack(of_experts))
@@ -303,7 +305,6 @@ def _computed(
     results, so neither may be in a parted layout.
     """
 
-    @tf.custom_gradient
     def apply(tokens: tf.Tensor, weights: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
         with _scope(on):
             given, of_experts = on.counted(found.send(on.to_local(tokens))), [on.of_experts(each) for each in values]
@@ -338,7 +339,7 @@ def _computed(
 
         return result, gradient
 
-    return apply(tokens, weights, *values)
+    return tf.custom_gradient(apply)(tokens, weights, *values)
 
 
 def _constants_between(made: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -1,9 +1,9 @@
 """Routes: which rows of which expert the tokens of a device become.
 
 Each token has `choices` experts. A token and one of its choices is an *item*. Items are ordered by expert, then by
-choice, then by token: an expert with a capacity takes the first choices of all tokens before the second choices (GShard,
-Lepikhin et al. 2020). Devices know how many items each of them has for each expert and choice, so all tokens of a batch
-compete for the capacity, in the order of one device.
+choice, then by token: an expert with a capacity takes the first choices of all tokens before the second choices
+(GShard, Lepikhin et al. 2020). Devices know how many items each of them has for each expert and choice, so all tokens
+of a batch compete for the capacity, in the order of one device.
 
 `Routes` is for devices that have all experts. `ExchangedRoutes` is for devices that share the experts: each device
 sends a list of tokens to each device, by an all-to-all, and the results come back in the same way.
@@ -45,7 +45,9 @@ class Routes:
         self._order = tf.cast(order, tf.int64)
         self._group = tf.gather(keys, self._order)
         counts = tf.math.unsorted_segment_sum(tf.ones_like(keys), keys, groups + choices)
-        place_in_group = tf.range(self._items, dtype=tf.int64) - tf.gather(tf.cumsum(counts, exclusive=True), self._group)
+        place_in_group = tf.range(self._items, dtype=tf.int64) - tf.gather(
+            tf.cumsum(counts, exclusive=True), self._group
+        )
         all_counts = self._all(tf.slice(counts, (0,), (groups,)), capacity is not None)
         # `(devices, experts, choices)`: how many items experts take of each device.
         self._kept = _kept(tf.reshape(all_counts, (-1, experts, choices)), capacity)
@@ -123,7 +125,7 @@ class ExchangedRoutes(Routes):
         return super()._all(counts, True)
 
     def _arrange(self) -> None:
-        assert self._mesh is not None
+        assert self._mesh is not None and self._place is not None
         self._devices = axis_sizes(self._mesh).data_size
         each = self._experts // self._devices
         sent = tf.reduce_sum(self._kept, 2)
@@ -212,7 +214,8 @@ def _kept(counts: tf.Tensor, capacity: tf.Tensor | int | None) -> tf.Tensor:
 def _split(of_row: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
     """Split numbers of rows by expert, and leave out the last row, which belongs to no expert."""
     sizes = tf.concat([counts, tf.ones((1,), counts.dtype)], 0)
-    return tf.split(of_row, sizes, num=counts.shape[0] + 1)[:-1]
+    found: list[tf.Tensor] = tf.split(of_row, sizes, num=counts.shape[0] + 1)
+    return found[:-1]
 
 
 def _with_zeros(rows: Sequence[tf.Tensor]) -> tf.Tensor:
