@@ -78,8 +78,8 @@ class RoutedResults:
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedOperationError(
-            "KerasHub's blocks multiply the results of all experts by the weights of a router, and tfshard computes the "
-            "product. This version of KerasHub does something else. Leave out experts=. Received: "
+            "KerasHub's blocks multiply the results of all experts by the weights of a router, and tfshard computes "
+            "the product. This version of KerasHub does something else. Leave out experts=. Received: "
             f"{what} of layer '{self.bank.name}' (of type {type(self.bank).__name__})"
         )
 

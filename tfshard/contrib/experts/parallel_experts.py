@@ -26,9 +26,8 @@ from tfshard.storage import recomputing, steps
 from tfshard.storage.variables import ShardedVariable
 
 # Stands for the number of rows of an expert while its operations are added to a step. Only the step knows the number,
-# and DTensor refuses the reshapes that TensorFlow's gradients of broadcasts do for unknown sizes. Python alone sees this
-# number: TensorFlow and DTensor infer shapes from operations. A prime, so that `check` finds operations that depend on
-# it.
+# and DTensor refuses the reshapes that TensorFlow's gradients of broadcasts do for unknown sizes. Only Python sees this
+# number: TensorFlow and DTensor infer shapes from operations. A prime, so that `check` finds operations that use it.
 _STAND_IN = 1_000_003
 
 # Maps the rows of one expert, `(rows, width)`, and the expert's weights, to results `(rows, new width)`.
@@ -79,8 +78,8 @@ def is_known(layer: keras.Layer) -> bool:
 
 def are_shared(variables: Sequence[keras.Variable]) -> bool:
     """Return whether the batch axis shards variables of experts."""
-    current = _private.backend_variable(variables[0])
-    return isinstance(current, ShardedVariable) and current.layout.kind is not None
+    stored = [_private.backend_variable(each) for each in variables]
+    return any(isinstance(each, ShardedVariable) and each.layout.kind is not None for each in stored)
 
 
 def routed(
@@ -111,9 +110,8 @@ def routed(
         `(tokens, new width)`.
 
     Raises:
-        StrategyError: The experts are sharded, and the step is eager, or calls the layer in a loop, a branch or a
-            function.
-        UnsupportedOperationError: The step is eager.
+        StrategyError: The step calls the layer in a loop, a branch or a function, and devices communicate for it.
+        UnsupportedOperationError: The step is eager, or the number of tokens is unknown.
     """
     ids = tf.cast(ids, tf.int64)
     values = [tf.convert_to_tensor(each) for each in variables]
@@ -122,7 +120,7 @@ def routed(
         capacity = _capacity(capacity_factor, tokens, ids, experts)
         found = routes.Routes(ids, experts=experts, capacity=capacity, mesh=None)
         return _computed(found, tokens, weights, values, expert, OneDevice())
-    _check(step, variables, name)
+    _check(step, are_shared(variables) or capacity_factor is not None, name)
     count = tokens.shape[0]
     if count is None:
         raise UnsupportedOperationError(
@@ -141,18 +139,18 @@ def routed(
         return _computed(found, tokens, weights, values, expert, on)
 
 
-def _check(step: steps.Step, variables: Sequence[keras.Variable], name: str) -> None:
-    """Raise an error if a step cannot send tokens to experts here."""
+def _check(step: steps.Step, communicates: bool, name: str) -> None:
+    """Raise an error if a step cannot route tokens to experts here."""
     if _private.is_eager():
         raise UnsupportedOperationError(
             "Devices route tokens to experts in compiled steps: DTensor has no local shards in eager code. Compile the "
             f"model without run_eagerly=True, or give strategy.run a tf.function. Received: an eager step with layer "
             f"'{name}'"
         )
-    if steps.here() is not step.graph and are_shared(variables):
+    if steps.here() is not step.graph and communicates:
         raise StrategyError(
-            "A step sends tokens to sharded experts in a loop, a branch or a function. Call the layer outside of it, "
-            f"or leave out experts=. Received: layer '{name}'"
+            "A step calls experts that are sharded, or have a capacity, in a loop, a branch or a function. Call the "
+            f"layer outside of it, or leave out experts= and capacity_factor. Received: layer '{name}'"
         )
 
 
