@@ -8,12 +8,12 @@ hub_experts        the experts of KerasHub's models
 expert_traffic     the largest traffic of tokens in a step
 """
 
-from tfshard.contrib.experts import hub_experts
+from tfshard.contrib.experts import hub_experts as _hub_experts
 from tfshard.contrib.experts.expert_kind import ExpertKind
 from tfshard.contrib.experts.layers import MixtureOfExperts
 from tfshard.layouts import variable_kind
 
 variable_kind.register(ExpertKind)
-del hub_experts
+del _hub_experts
 
 __all__ = ["MixtureOfExperts"]
