@@ -118,7 +118,7 @@ class ExpertKind(VariableKind):
             )
 
     def install(self, variable: keras.Variable) -> None:
-        """Do nothing: `parallel_experts.install` patches the layers."""
+        """Do nothing: `hub_experts.install` patches the layers."""
 
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:
         """Accept every optimizer: it updates the local experts like variables that a model axis shards."""

@@ -15,22 +15,22 @@ from tfshard.errors import ShardingError
 class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
     """A feed-forward layer of many experts. A router sends each token to `top_k` of them.
 
-    For a token `x` of `n` features:
+    For a token `x`:
 
         p = softmax(x @ router_kernel), in float32
         y = sum over the top_k experts e of w_e * down_e(activation(up_e(x)))
 
-    `w_e` is `p_e`, divided by the sum of the chosen `p_e` with `normalize_weights=True`. With `gated=True` an expert is
-    `down_e(activation(gate_e(x)) * up_e(x))`, as in Mixtral. An expert computes its own tokens only.
+    The weight w_e is p_e, divided by the sum of the chosen p_e with `normalize_weights=True`. With `gated=True` an
+    expert is down_e(activation(gate_e(x)) * up_e(x)), as in Mixtral. An expert computes its own tokens only.
 
-    A capacity bounds the work of an expert: it takes at most `ceil(capacity_factor * tokens * top_k / num_experts)`
+    A capacity bounds the work of an expert: it takes at most ceil(capacity_factor * tokens * top_k / num_experts)
     tokens of the batch, first choices of all tokens before second choices (GShard, Lepikhin et al. 2020). A token that
     finds no place gets nothing from this expert. Without a capacity no token is dropped.
 
     In training, the layer adds two losses over all tokens of the batch. The load-balancing loss is
-    `load_balancing * num_experts * sum_e f_e * P_e` (Switch Transformer, Fedus et al. 2021): `f_e` is the share of the
-    choices that fell on expert e, and `P_e` is the mean of `p_e`. The z-loss is `router_z * mean(logsumexp(logits)^2)`
-    (ST-MoE, Zoph et al. 2022).
+    load_balancing * num_experts * sum_e(f_e * P_e) (Switch Transformer, Fedus et al. 2021): f_e is the share of the
+    choices that fell on expert e, and P_e is the mean of p_e. The z-loss is router_z times the mean of the square of
+    logsumexp(logits) (ST-MoE, Zoph et al. 2022).
 
     Under a `tfshard.ShardedStrategy`, each device routes its own tokens. With `experts=True` the batch axis shards the
     experts, and tokens go to the devices of their experts by an all-to-all (docs/experts.md). The numbers are those of
@@ -52,15 +52,15 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
         router_initializer: Initializer of the router's kernel.
         **kwargs: `name`, `dtype` and other arguments of `keras.layers.Layer`.
 
-    Input shape: `(batch, ..., n)`. Output shape: the same. With a mask `(batch, ...)`, tokens where the mask is False
+    Input shape: `(batch, ..., features)`. Output shape: the same. With a mask `(batch, ...)`, tokens where the mask is False
     go to no expert, give zeros, and do not count in the losses.
 
-    The weights are `router_kernel` (n, experts), always float32; `expert_up_kernel`, and `expert_gate_kernel` with
-    `gated=True` (experts, n, hidden_dim); `expert_down_kernel` (experts, hidden_dim, n); and the biases
-    `expert_up_bias`, `expert_gate_bias` (experts, hidden_dim) and `expert_down_bias` (experts, n).
+    The variables are `router_kernel`, always float32, and `expert_weights`, each with the number of the expert as its
+    first dim: kernels `(experts, in, out)` and biases `(experts, out)` of the projections up, gate (with `gated=True`)
+    and down.
 
     Raises:
-        ShardingError: An argument is outside of its range, or `n` is not known.
+        ShardingError: An argument is outside of its range, or the number of features is not known.
 
     Example:
 
