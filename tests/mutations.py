@@ -1619,6 +1619,22 @@ MUTATIONS = [
         killed_by="tests/contrib/compression/test_compression_advice.py::test_the_time_is_that_of_the_bytes",
     ),
     Mutation(
+        area="experts",
+        function="tfshard.contrib.experts.routes:_kept",
+        old="tf.cumsum(by_choice, axis=0, exclusive=True)",
+        new="tf.cumsum(by_choice, axis=0, exclusive=True) // 2",
+        what="experts take more items than their capacity",
+        killed_by="tests/contrib/experts/test_experts.py::test_a_capacity_drops_the_tokens_that_one_device_drops",
+    ),
+    Mutation(
+        area="experts",
+        function="tfshard.contrib.experts.parallel_experts:SharedExperts.gradient_of",
+        old="return self._joined(tf.stack(of_experts))",
+        new="return self._joined(tf.stack(of_experts[::-1]))",
+        what="local experts get each other's gradients",
+        killed_by="tests/contrib/experts/test_experts.py::test_a_capacity_drops_the_tokens_that_one_device_drops",
+    ),
+    Mutation(
         area="embedding tables",
         function="tfshard.devices.uneven_exchanges:chosen",
         old="tf.cast(tf.constant(sizes, tf.int64) < longest, tf.int64)",

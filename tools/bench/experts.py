@@ -105,7 +105,8 @@ def main(_) -> None:
     for way, runs in found.items():
         seconds = statistics.median(run["seconds"] for run in runs)
         ratios = [
-            run["seconds"] / (dense["seconds"] * share) for run, dense in zip(runs, found.get("dense", ()), strict=False)
+            run["seconds"] / (dense["seconds"] * share)
+            for run, dense in zip(runs, found.get("dense", ()), strict=False)
         ]
         ratio = f"{statistics.median(ratios):.2f}" if ratios else "-"
         print(f"| {way} | {seconds * 1e3:.0f} | {ratio} | {runs[-1]['loss']:.6f} |", flush=True)

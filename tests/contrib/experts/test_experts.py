@@ -12,7 +12,7 @@ from tfshard.errors import StrategyError, UnsupportedOperationError
 from tfshard.measure import assert_matches_plan
 from tfshard.operations import compiled_blocks
 
-EXPERTS, WIDTH = 4, 8
+EXPERTS, WIDTH = 8, 8
 RANDOM = np.random.RandomState(0)
 opt = keras.optimizers
 
@@ -276,6 +276,19 @@ def test_a_saved_layer_is_the_same():
     assert loaded.get_layer("mixture").get_config() == made.get_layer("mixture").get_config()
     x = batches(2)[0][0]
     np.testing.assert_array_equal(loaded(x), made(x))
+    traced = tf.function(made, input_signature=[tf.TensorSpec((None, 6, WIDTH))])
+    np.testing.assert_allclose(traced(x), made(x), rtol=1e-6)
+
+
+def test_a_persistent_tape_differentiates_a_layer_twice():
+    layer, x = tfshard.layers.MixtureOfExperts(EXPERTS, 4), tf.constant(batches(2)[0][0])
+    layer.build(x.shape)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = layer(x)
+    first, second = tape.gradient(y, x), tape.gradient(y, x, output_gradients=2 * tf.ones_like(y))
+    assert np.abs(first).max() > 1e-3
+    np.testing.assert_allclose(2 * first, second, rtol=1e-6)
 
 
 def test_each_kernel_of_each_expert_draws_other_values_of_the_scale_of_a_dense_layer():
@@ -342,7 +355,7 @@ def test_the_batch_axis_must_divide_the_experts():
     [
         {"num_experts": 0},
         {"hidden_dim": 1.5},
-        {"top_k": 5},
+        {"top_k": EXPERTS + 1},
         {"capacity_factor": 0},
         {"load_balancing": -1.0},
         {"router_z": "no"},

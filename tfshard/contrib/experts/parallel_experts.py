@@ -306,13 +306,13 @@ def _computed(
     def apply(tokens: tf.Tensor, weights: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
         with _scope(on):
             given, of_experts = on.counted(found.send(on.to_local(tokens))), [on.of_experts(each) for each in values]
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
+            with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
                 tape.watch([given, of_experts])
                 made = [
                     expert(each, list(of_one))
                     for each, of_one in zip(given, zip(*of_experts, strict=True), strict=True)
                 ]
-            on.check(made, of_experts)
+            on.check(made, [given, of_experts])
             items = found.collect(made)
             local_weights = tf.cast(on.to_local(weights), items.dtype)
             result = on.from_local(tf.reduce_sum(items * tf.expand_dims(local_weights, -1), 1))
@@ -321,13 +321,14 @@ def _computed(
             with _scope(on):
                 local = on.to_local(upstream)
                 of_weights = tf.cast(tf.reduce_sum(items * tf.expand_dims(local, 1), 2), weights.dtype)
+                of_results = on.counted(found.send(local, local_weights))
                 of_rows, of_values = tape.gradient(
                     made,
                     [given, of_experts],
-                    output_gradients=on.counted(found.send(local, local_weights)),
+                    output_gradients=of_results,
                     unconnected_gradients=tf.UnconnectedGradients.ZERO,
                 )
-                on.check([of_rows, of_values], [items, upstream])
+                on.check([of_rows, of_values], [given, of_experts, of_results])
                 of_tokens = tf.reduce_sum(found.collect(of_rows), 1)
                 return (
                     on.from_local(of_tokens),
