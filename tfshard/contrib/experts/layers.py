@@ -52,8 +52,8 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
         router_initializer: Initializer of the router's kernel.
         **kwargs: `name`, `dtype` and other arguments of `keras.layers.Layer`.
 
-    Input shape: `(batch, ..., features)`. Output shape: the same. With a mask `(batch, ...)`, tokens where the mask is False
-    go to no expert, give zeros, and do not count in the losses.
+    Input shape: `(batch, ..., features)`. Output shape: the same. With a mask `(batch, ...)`, tokens where the mask is
+    False go to no expert, give zeros, and do not count in the losses.
 
     The variables are `router_kernel`, always float32, and `expert_weights`, each with the number of the expert as its
     first dim: kernels `(experts, in, out)` and biases `(experts, out)` of the projections up, gate (with `gated=True`)
