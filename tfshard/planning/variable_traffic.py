@@ -427,9 +427,9 @@ def coded_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int | 
 def gradient_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int], *, scattered: bool) -> int:
     """Return the bytes of a gradient on one device, as a shard or as the backward pass makes it.
 
-    The gradient of a variable of a kind has the parts that the step read, which count as activations.
+    The gradient of a variable of a `PartialKind` has the parts that the step read, which count as activations.
     """
-    if layout.kind is not None:
+    if layout.partial_kind is not None:
         return 0
     if scattered and layout.splits:
         shape, axes = layout.spec.shape, layout.sharded

@@ -232,8 +232,9 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             _warn_of_sparse(var, optimizer)
             if batch is not None and isinstance(args[0], tf.Tensor):
                 batch.note(var, args[0])
-        if var.layout.kind is not None:
-            return var.layout.kind.update(var, fn, tuple(args), optimizer)
+        kind = var.layout.partial_kind
+        if kind is not None:
+            return kind.update(var, fn, tuple(args), optimizer)
         if var.storage.format.packed and optimizer_kinds.is_elementwise(optimizer):
             if not var.storage.is_group:
                 return group_update.run_alone(var, fn, tuple(args), optimizer, compiled_updates.run)

@@ -116,6 +116,9 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         tables: The embedding tables that are sharded by rows at every stage. A step reads and updates only the rows it
             looks up, and never gathers a table. A `tfshard.EmbeddingTables`, or patterns of the tables' paths for
             updates as in Keras (docs/tables.md).
+        experts: True: the batch axis shards the experts of mixtures of experts at every stage, and tokens go to the
+            devices of their experts (docs/experts.md). For `tfshard.layers.MixtureOfExperts` and KerasHub's Mixtral,
+            Qwen MoE and GPT-OSS models. Regular expressions of the paths of the experts' variables choose some of them.
         attention: How attention of Keras and KerasHub is computed in compiled steps. `"flash"`: in blocks of queries
             and keys with an online softmax, in memory that is linear in the sequence (Dao 2023, "FlashAttention-2").
             `"math"`: with a score for each pair of a query and a key, as in Keras. `"auto"`: in blocks from 1,024
@@ -168,6 +171,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         attention: str = "auto",
         chunked_cross_entropy: int | str | None = None,
         gather_dtype: DtypeByPath = None,
+        experts: bool | str | Sequence[str] = False,
     ):
         readiness.check_process()
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
@@ -190,7 +194,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             already_sharded=already_sharded,
             reduction=gradient_reduction.from_option(compression),
             attention=AttentionChoice.from_option(attention),
-            kinds=variable_kind.from_options(tables=tables),
+            kinds=variable_kind.from_options(tables=tables, experts=experts),
             chunked_cross_entropy=ChunkedCrossEntropy.from_option(chunked_cross_entropy),
         )
         self._start(mesh, config)
