@@ -338,17 +338,34 @@ class ShardingConfig:
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
             StrategyError: The mesh does not fit `reduction`, or `reduce_once` on a mesh with several axes of more than
-                one device.
+                one device; a mesh with a context axis does not fit a setting.
         """
         if self.reduction is not None:
             self.reduction.check_mesh(axes)
         if self.layout_map is not None:
             self.layout_map.check_axes(axes)
+        if axes.contexts > 1:
+            self._check_context(axes)
         if self.microbatches.reduce_once and axes.shards_by_several:
             raise StrategyError(
                 "reduce_once=True needs a mesh of only a batch axis: on other axes, each device holds only a part "
                 f"of a gradient. Received: mesh={axes}"
             )
+
+    def _check_context(self, axes: MeshAxes) -> None:
+        refused = {
+            "attention='math'": self.attention is AttentionChoice.MATH,
+            "sequence_parallel=True": self.sequence_parallel,
+            "already_sharded=True": self.already_sharded,
+            "tables=": bool(self.kinds),
+            "compression=": self.reduction is not None,
+        }
+        for setting, is_set in refused.items():
+            if is_set:
+                raise StrategyError(
+                    f"{setting} does not work on a mesh with a context axis, which splits the sequences of a batch "
+                    f"between devices. Leave one of them out. Received: {setting}, mesh={axes}"
+                )
 
     def kind_at(self, path: str) -> VariableKind | None:
         """Return the kind of the variable at `path`; None for an ordinary variable."""

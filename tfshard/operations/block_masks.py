@@ -40,7 +40,7 @@ _ELEMENTWISE: Mapping[str, Callable[..., tf.Tensor]] = {
 _REARRANGING = ("BroadcastTo", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient", "PreventGradient")
 
 # Descriptions of how to compute a block: ("part", number), (type of operation, inputs...), ("Cast", dtype, input),
-# ("Cumsum", dim, number of equal elements), ("MatrixBandPart", lower, upper, input).
+# ("Cumsum", dim, number of equal elements), ("MatrixBandPart", lower, upper, input), ("Numbers", dim, first, step, dtype).
 _Node = tuple[Any, ...]
 
 
@@ -80,6 +80,85 @@ def mask_of(mask: tf.Tensor, shape: Sequence[int]) -> tuple[BlockMask, list[tf.T
     finder = _PartFinder(tuple(shape))
     places = tuple(range(4 - mask.shape.rank, 4))
     return BlockMask(finder.node_of(mask, places)), finder.parts
+
+
+def of_full_sequences(
+    mask: BlockMask, parts: Sequence[tf.Tensor], rows: int
+) -> tuple[BlockMask, list[tf.Tensor]] | None:
+    """Return a mask of chunks of sequences as a mask of full sequences, and the parts that it still has.
+
+    Numbers that count positions go on counting. The caller gathers the other parts along the positions of all chunks.
+
+    Args:
+        mask: The mask of queries and keys of a chunk.
+        parts: Its parts.
+        rows: The rows of the batch.
+
+    Returns:
+        None if a part has one value for each pair of a query and a key of a chunk, or constants that do not count.
+    """
+    nodes: list[_Node] = []
+    left: list[tf.Tensor] = []
+    for part in parts:
+        sizes = tuple(part.shape)
+        long = [place for place in (_QUERIES, _KEYS) if sizes[place] > 1]
+        if len(long) > 1 or sizes[1] > 1:
+            return None
+        values = _constant_value(part) if long else None
+        if values is not None and np.all(values == values[:1]):
+            numbers = _numbers(values[0].reshape(-1), long[0], part.dtype)
+            if numbers is None:
+                return None
+            nodes.append(numbers)
+        elif long and sizes[0] != rows:
+            return None
+        else:
+            nodes.append(("part", len(left)))
+            left.append(part)
+    return BlockMask(_with_parts(mask.node, nodes)), left
+
+
+def _with_parts(node: _Node, nodes: Sequence[_Node]) -> _Node:
+    if node[0] == "part":
+        return nodes[node[1]]
+    return tuple(_with_parts(each, nodes) if isinstance(each, tuple) else each for each in node)
+
+
+def _numbers(values: np.ndarray, place: int, dtype: tf.DType) -> _Node | None:
+    """Return a node for values that begin at a number and grow by equal steps; None for others."""
+    if dtype == tf.bool:
+        return None
+    first, step = float(values[0]), float(values[1] - values[0])
+    if not np.array_equal(values, first + step * np.arange(len(values))):
+        return None
+    return ("Numbers", place, first, step, dtype.name)
+
+
+_REARRANGED_CONSTANTS = ("ExpandDims", "Squeeze", "Reshape", "Identity", "Relayout", "CopyToMesh", "StopGradient")
+_COMPUTED_CONSTANTS: Mapping[str, Callable[..., Any]] = {
+    "AddV2": np.add, "Sub": np.subtract, "Mul": np.multiply, "Maximum": np.maximum, "Minimum": np.minimum,
+}  # fmt: skip
+
+
+def _constant_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """Return the value of a tensor that depends on nothing but constants, or None."""
+    found = tf.get_static_value(tensor)
+    if found is not None:
+        return np.asarray(found)
+    operation = tensor.op
+    if operation.type == "Range":
+        bounds = [_constant_value(each) for each in operation.inputs]
+        return None if any(each is None for each in bounds) else np.arange(*bounds, dtype=tensor.dtype.as_numpy_dtype)
+    if operation.type == "Cast":
+        found = _constant_value(operation.inputs[0])
+        return None if found is None else found.astype(tensor.dtype.as_numpy_dtype)
+    if operation.type in _REARRANGED_CONSTANTS and tensor.shape.is_fully_defined():
+        found = _constant_value(operation.inputs[0])
+        return None if found is None else found.reshape(tuple(tensor.shape))
+    if operation.type in _COMPUTED_CONSTANTS:
+        values = [_constant_value(each) for each in operation.inputs]
+        return None if any(each is None for each in values) else _COMPUTED_CONSTANTS[operation.type](*values)
+    return None
 
 
 class _PartFinder:
@@ -203,6 +282,10 @@ def _computed(
         return tf.slice(part, tf.stack(starts), extents)
     if kind == "Cast":
         return tf.cast(_computed(rest[1], parts, first, sizes), rest[0])
+    if kind == "Numbers":
+        place, begin, step, dtype = rest
+        found = tf.cast(numbers(place), tf.float64) * step + begin
+        return tf.cast(found, dtype)
     if kind == "Cumsum":
         return tf.cast(numbers(rest[0]) + 1, rest[2]) * tf.cast(rest[1], rest[2])
     if kind == "MatrixBandPart":

@@ -476,6 +476,8 @@ def _compile_under(
     attached.reshard_layers()
     _private.set_distribute_strategy(model, strategy)
     asked = options.get("jit_compile", "auto")
+    if asked is True and strategy.mesh_shape.contexts > 1:
+        raise attached_model.no_compiled_blocks(strategy)
     attached.compiles_blocks = asked is True or (asked == "auto" and _compiles_by_itself(strategy, options))
     attached.warns_of_blocks = asked is True
     if attached.compiles_blocks:
