@@ -40,7 +40,8 @@ _ELEMENTWISE: Mapping[str, Callable[..., tf.Tensor]] = {
 _REARRANGING = ("BroadcastTo", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient", "PreventGradient")
 
 # Descriptions of how to compute a block: ("part", number), (type of operation, inputs...), ("Cast", dtype, input),
-# ("Cumsum", dim, number of equal elements), ("MatrixBandPart", lower, upper, input), ("Numbers", dim, first, step, dtype).
+# ("Cumsum", dim, number of equal elements), ("MatrixBandPart", lower, upper, input), and for
+# numbers along a dim that grow by equal steps, ("Numbers", dim, first, step, dtype).
 _Node = tuple[Any, ...]
 
 
