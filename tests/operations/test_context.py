@@ -299,14 +299,14 @@ def test_output_without_a_sequence_is_refused():
 
 def attending(**options: Any) -> keras.Model:
     inputs = keras.Input((LENGTH, WIDTH))
-    return keras.Model(inputs, keras.layers.MultiHeadAttention(**options, name="attention")(inputs, inputs))
+    return keras.Model(inputs, keras.layers.MultiHeadAttention(key_dim=4, **options, name="attention")(inputs, inputs))
 
 
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"num_heads": 3, "key_dim": 4}, "3 heads of queries"),
-        ({"num_heads": 4, "key_dim": 4, "dropout": 0.1}, "dropout"),
+        ({"num_heads": 3}, "3 heads of queries"),
+        ({"num_heads": 4, "dropout": 0.1}, "dropout"),
     ],
 )
 def test_attention_that_cannot_be_exchanged_is_refused(options, reason):
@@ -339,7 +339,7 @@ def test_settings_that_do_not_fit_a_context_axis_are_refused(options):
 
 @pytest.mark.parametrize("options", [{"jit_compile": True}, {"run_eagerly": True}])
 def test_steps_that_cannot_exchange_chunks_are_refused(options):
-    model = tfshard.as_distributed(attending(num_heads=4, key_dim=4))
+    model = tfshard.as_distributed(attending(num_heads=4))
     x = np.ones((2, LENGTH, WIDTH), "float32")
     with pytest.raises((StrategyError, UnsupportedLayerError), match="context axis"):
         strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4))

@@ -109,9 +109,7 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
     length = next((each.shape[1] for each in leaves if each.shape.rank > 1), None)
     if length is None or any(each.shape.rank < 2 or each.shape[1] != length for each in leaves) or length % count:
         return False  # The batch raises an error.
-    split = keras.tree.map_structure(
-        lambda each: tf.TensorSpec((_SAMPLES * count, length // count, *each.shape[2:]), each.dtype), specs
-    )
+    split = in_rows(specs, count)
     with any_length([model]):
         try:
             graphs = [_traced(model, each, mesh) for each in (specs, split)]
@@ -131,6 +129,21 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
             f"'{fault.operation}'"
         )
     return True
+
+
+def in_rows(inputs: Any, contexts: int) -> Any:
+    """Return the specs of the rows of chunks of a batch: `(B * c, T / c, ...)` for `(B, T, ...)`; None for None.
+
+    Args:
+        inputs: Tensors or specs.
+        contexts: The chunks of a sequence. They divide its length.
+    """
+
+    def of_leaf(leaf: Any) -> tf.TensorSpec:
+        samples, length, *rest = leaf.shape
+        return tf.TensorSpec((samples * contexts, length // contexts, *rest), tf.as_dtype(leaf.dtype))
+
+    return None if inputs is None else keras.tree.map_structure(of_leaf, inputs)
 
 
 def _with_samples(inputs: Any) -> Any:

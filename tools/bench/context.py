@@ -3,8 +3,9 @@
     python tools/bench/context.py
     python tools/bench/context.py --lengths=8192 --layers=2
 
-A GPT of `keras.layers.MultiHeadAttention` with a causal mask trains with SGD at stage 0 on a batch of one sequence. *Activations*
-are the requested bytes that the step adds on the device with the largest peak (`tfshard.profile_step`). Each row is a process.
+A GPT of `keras.layers.MultiHeadAttention` with a causal mask trains with SGD at stage 0 on a batch of one sequence.
+*Activations* are the requested bytes that the step adds on the device with the largest peak (`tfshard.profile_step`).
+Each row is a process.
 """
 
 import json
