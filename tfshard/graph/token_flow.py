@@ -8,7 +8,7 @@ forward pass.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -245,7 +245,5 @@ def _split_shape(shape: tuple[int, ...], dims: Dims, contexts: int) -> tuple[int
 
 
 def _are_equal(tensor: tf.Tensor, other: tf.Tensor) -> bool:
-    values: Sequence[np.ndarray | None] = [tf.get_static_value(each) for each in (tensor, other)]
-    if any(each is None for each in values):
-        return True
-    return np.array_equal(values[0], values[1])
+    ours, theirs = tf.get_static_value(tensor), tf.get_static_value(other)
+    return ours is None or theirs is None or np.array_equal(ours, theirs)

@@ -45,15 +45,19 @@ class SequenceChunks:
         """Return an array `(B, T, ...)`, whose T the context axis divides, as rows `(B * c, T / c, ...)`."""
         batch, length, *rest = sequences.shape
         shards = self.shards(batch)
-        split = np.reshape(sequences, (shards, batch // shards, self.contexts, length // self.contexts, *rest))
-        return np.moveaxis(split, 2, 1).reshape(batch * self.contexts, length // self.contexts, *rest)
+        split: np.ndarray = np.reshape(
+            sequences, (shards, batch // shards, self.contexts, length // self.contexts, *rest)
+        )
+        rows: np.ndarray = np.moveaxis(split, 2, 1)
+        return rows.reshape(batch * self.contexts, length // self.contexts, *rest)
 
     def repeated(self, samples: Any) -> np.ndarray:
         """Return an array `(B, ...)` with a row for each chunk of a sample, `(B * c, ...)`."""
         batch, *rest = samples.shape
         shards = self.shards(batch)
         split = np.reshape(samples, (shards, 1, batch // shards, *rest))
-        return np.repeat(split, self.contexts, axis=1).reshape(batch * self.contexts, *rest)
+        rows: np.ndarray = np.repeat(split, self.contexts, axis=1)
+        return rows.reshape(batch * self.contexts, *rest)
 
     def sequences_of(self, rows: np.ndarray) -> np.ndarray:
         """Return rows `(B * c, T / c, ...)` as sequences `(B, T, ...)`: the way back from `rows_of`."""

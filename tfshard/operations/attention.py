@@ -120,9 +120,9 @@ class AttentionCall:
         finally:
             _state.call = outer
         if not self.noted:
-            error = _NotInBlocksError(_why_not(layer, args, kwargs))
-            self.note(error)
-            _check_may_compute_otherwise(error, self._mesh, layer)
+            reason = _NotInBlocksError(_why_not(layer, args, kwargs))
+            self.note(reason)
+            _check_may_compute_otherwise(reason, self._mesh, layer)
         return result
 
     @property
@@ -388,9 +388,9 @@ def _across_context(
     def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *parts: tf.Tensor) -> tf.Tensor:
         if repeats > 1:
             key, value = (tf.repeat(each, repeats, axis=2) for each in (key, value))
-        tensors = [exchange.to_heads(each) for each in (query, key, value)]
+        query, key, value = (exchange.to_heads(each) for each in (query, key, value))
         full = [exchange.all_positions(each) if max(each.shape[2:]) > 1 else each for each in parts]
-        return exchange.to_positions(online_softmax.attend(kind, *tensors, full))
+        return exchange.to_positions(online_softmax.attend(kind, query, key, value, full))
 
     result: tf.Tensor = local_map(attend, layouts, [layouts[0]], mesh)(query, key, value, *parts)
     return result

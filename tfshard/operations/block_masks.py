@@ -148,7 +148,7 @@ def _constant_value(tensor: tf.Tensor) -> np.ndarray | None:
         return np.asarray(found)
     operation = tensor.op
     if operation.type == "Range":
-        bounds = [_constant_value(each) for each in operation.inputs]
+        bounds: list[Any] = [_constant_value(each) for each in operation.inputs]
         return None if any(each is None for each in bounds) else np.arange(*bounds, dtype=tensor.dtype.as_numpy_dtype)
     if operation.type == "Cast":
         found = _constant_value(operation.inputs[0])

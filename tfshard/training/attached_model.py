@@ -285,8 +285,7 @@ class AttachedModel:
         XLA does not see the mesh, and cannot compile a step.
         """
         if self.model.compiled and self.model.jit_compile:
-            if self.strategy.mesh_shape.contexts > 1:
-                raise no_compiled_blocks(self.strategy)
+            check_can_compile_blocks(self.strategy)
             self.compiles_blocks, self.model.jit_compile = True, False
             self.compiled_again()
 
@@ -474,12 +473,13 @@ def attached(model: keras.Model, strategy: StrategyBase) -> AttachedModel:
     return found
 
 
-def no_compiled_blocks(strategy: StrategyBase) -> StrategyError:
-    """Return the error for a model with compiled blocks on a mesh with a context axis."""
-    return StrategyError(
-        "jit_compile=True does not work on a mesh with a context axis: an XLA program of one device cannot exchange "
-        f"chunks of sequences. Leave one of them out. Received: jit_compile=True, mesh={strategy.mesh_shape}"
-    )
+def check_can_compile_blocks(strategy: StrategyBase) -> None:
+    """Raise `StrategyError` on a mesh with a context axis."""
+    if strategy.mesh_shape.contexts > 1:
+        raise StrategyError(
+            "jit_compile=True does not work on a mesh with a context axis: an XLA program of one device cannot exchange "
+            f"chunks of sequences. Leave one of them out. Received: jit_compile=True, mesh={strategy.mesh_shape}"
+        )
 
 
 def refresh_model_of(function: object, strategy: StrategyBase) -> None:

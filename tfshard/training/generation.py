@@ -151,8 +151,9 @@ def _check_can_generate(model: keras.Model) -> None:
             f"generate() of a sharded model works for KerasHub's decoder-only language models (CausalLM). {_REMEDY} "
             f"Received: model '{model.name}' of type {type(model).__name__}"
         )
-    axes = axis_sizes(_private.distribute_strategy(model).mesh)
-    if axes.contexts > 1:
+    strategy = _private.distribute_strategy(model)
+    axes = axis_sizes(strategy.mesh) if isinstance(strategy, ShardedStrategy) else None
+    if axes is not None and axes.contexts > 1:
         raise UnsupportedOperationError(
             f"generate() does not work on a mesh with a context axis, which splits sequences. {_REMEDY} Received: "
             f"mesh={axes}"
