@@ -65,7 +65,8 @@ class SequenceChunks:
         batch = count // self.contexts
         shards = self.shards(batch)
         split = np.reshape(rows, (shards, self.contexts, batch // shards, length, *rest))
-        return np.moveaxis(split, 1, 2).reshape(batch, length * self.contexts, *rest)
+        sequences: np.ndarray = np.moveaxis(split, 1, 2)
+        return sequences.reshape(batch, length * self.contexts, *rest)
 
     def chunks_of_rows(self, rows: int) -> np.ndarray:
         """Return the number of the chunk in each of the rows of a batch, from 0, `(rows,)`."""

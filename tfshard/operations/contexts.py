@@ -195,7 +195,11 @@ class Exchange:
         return tf.reshape(line, shape)
 
     def _gathered(self, tensor: tf.Tensor) -> tf.Tensor:
-        return replicas.gathered_in_context(tf.expand_dims(tensor, 0), self._mesh)
+        return self._local(replicas.gathered_in_context(tf.expand_dims(tensor, 0), self._mesh))
+
+    def _local(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the result of a collective as the other local tensors of a `local_map`, in a replicated layout."""
+        return transfer.relayout(tensor, (None,) * tensor.shape.rank, self._mesh)
 
     def _to_heads(self, tensor: tf.Tensor) -> tf.Tensor:
         rows, length, heads, width = tensor.shape
@@ -216,7 +220,7 @@ class Exchange:
     def _exchanged(self, chunks: tf.Tensor) -> tf.Tensor:
         is_brain = chunks.dtype == tf.bfloat16
         sent = tf.bitcast(chunks, tf.float16) if is_brain else chunks
-        found = tf.ensure_shape(replicas.exchanged_in_context(sent, self._mesh), chunks.shape)
+        found = self._local(tf.ensure_shape(replicas.exchanged_in_context(sent, self._mesh), chunks.shape))
         return tf.bitcast(found, tf.bfloat16) if is_brain else found
 
     def _joined(self, tensor: tf.Tensor) -> tf.Tensor:
