@@ -35,6 +35,8 @@ def small_blocks(monkeypatch):
 class OwnPositions(keras.layers.Layer):
     """A user's embedding of positions."""
 
+    supports_masking = True
+
     def build(self, shape):
         self.table = keras.layers.Embedding(LENGTH, shape[-1])
         self.table.build((None, None))
@@ -215,23 +217,36 @@ def language_model(family: str) -> keras.Model:
 # --- what a step sends and stores ----------------------------------------------------------------------
 
 
+def attending(**options: Any) -> keras.Model:
+    inputs = keras.Input((LENGTH, WIDTH))
+    return keras.Model(inputs, keras.layers.MultiHeadAttention(key_dim=4, **options, name="attention")(inputs, inputs))
+
+
 @pytest.mark.parametrize("mesh", [{"batch": 1, "context": 4}, {"batch": 1, "context": 2, "model": 2}])
 def test_step_sends_what_the_plan_says(mesh):
     options = {"layout_map": "auto"} if "model" in mesh else {}
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), zero_stage=1, **options)
-    model = tfshard.as_distributed(gpt(mask_zero="model" not in mesh))
-    model.compile("sgd", LOSS(), strategy=strategy)
-    profile = tfshard.profile_step(model, (TOKENS, LABELS))
-    plan = strategy.plan(model, inputs=TOKENS)
+    model = tfshard.as_distributed(attending(num_heads=4))
+    model.compile("sgd", "mse", strategy=strategy)
+    # Allocations of 256 KiB and more are in the trace.
+    x = RS.normal(size=(1024, LENGTH, WIDTH)).astype("float32")
+    profile = tfshard.profile_step(model, (x, x))
+    plan = strategy.plan(model, inputs=x)
     (sent,) = [each for each in plan.collectives if each.kind == "all-to-all"]
-    local = BATCH * LENGTH * WIDTH * 4 // 4
+    local = x.nbytes // 4
     assert (sent.axis, sent.count, sent.bytes) == ("context", 8, local)
     assert (profile.count("all-to-all"), profile.bytes("all-to-all")) == (8, 8 * local)
-    if "model" not in mesh:
-        measure.assert_matches_plan(profile, plan)
-        assert [each.bytes for each in plan.collectives if each.axis == "context" and each.kind == "all-gather"] == [
-            4 * BATCH * LENGTH
-        ] * 2
+    measure.assert_matches_plan(profile, plan)
+
+
+def test_plan_tells_the_gathers_of_masks():
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, context=2), zero_stage=1)
+    model = tfshard.as_distributed(gpt(mask_zero=True))
+    model.compile("sgd", LOSS(), strategy=strategy)
+    plan, profile = strategy.plan(model, inputs=TOKENS), tfshard.profile_step(model, (TOKENS, LABELS))
+    gathers = [each for each in plan.collectives if each.kind == "all-gather" and each.axis == "context"]
+    assert [each.bytes for each in gathers] == [4 * BATCH * LENGTH // 2] * 2, "The masks of queries and of keys."
+    measure.assert_matches_plan(profile, plan)
 
 
 # --- models that do not work ---------------------------------------------------------------------------
@@ -295,11 +310,6 @@ def test_output_without_a_sequence_is_refused():
     model = tfshard.as_distributed(keras.Model(inputs, keras.layers.Dense(4)(inputs[:, 0])))
     with pytest.raises(UnsupportedLayerError, match="combines the positions of a sequence"):
         model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4)))
-
-
-def attending(**options: Any) -> keras.Model:
-    inputs = keras.Input((LENGTH, WIDTH))
-    return keras.Model(inputs, keras.layers.MultiHeadAttention(key_dim=4, **options, name="attention")(inputs, inputs))
 
 
 @pytest.mark.parametrize(

@@ -48,23 +48,26 @@ class TokenPoints:
     sinks: Mapping[str, str]
 
 
-def find_fault(
+def find_fault(graph: ModelGraph, points: TokenPoints) -> TokenFault | None:
+    """Return the first operation of a forward pass that combines positions, or None."""
+    return _Flow(graph, points).fault()
+
+
+def find_difference(
     graph: ModelGraph, points: TokenPoints, split: ModelGraph, split_points: TokenPoints, contexts: int
 ) -> TokenFault | None:
-    """Return the first fault of a model, or None.
+    """Return the first operation of a model that was made for another number of positions, or None.
 
     Args:
-        graph: The forward pass on a batch `(B, T, ...)`.
+        graph: The forward pass on a batch `(B, T, ...)`, without a fault.
         points: The points of `graph`.
         split: The forward pass on the same batch in rows, `(B * contexts, T / contexts, ...)`.
         split_points: The points of `split`.
         contexts: The chunks of a sequence.
     """
-    found = _Flow(graph, points)
-    fault = found.fault()
-    if fault is not None:
-        return fault
-    return _difference(found, _Flow(split, split_points), contexts)
+    flow = _Flow(graph, points)
+    flow.fault()
+    return _difference(flow, _Flow(split, split_points), contexts)
 
 
 class _FaultError(Exception):

@@ -6,6 +6,7 @@ combines positions. contexts.py has the collectives, attention.py calls them.
 
 import contextlib
 import functools
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -109,25 +110,23 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
     length = next((each.shape[1] for each in leaves if each.shape.rank > 1), None)
     if length is None or any(each.shape.rank < 2 or each.shape[1] != length for each in leaves) or length % count:
         return False  # The batch raises an error.
-    split = in_rows(specs, count)
-    with any_length([model]):
-        try:
-            graphs = [_traced(model, each, mesh) for each in (specs, split)]
-        except LayoutError:
-            if inputs is None:
-                return False
-            raise
-    fault = token_flow.find_fault(*graphs[0], *graphs[1], count)
+    try:
+        graph, points = _traced(model, specs, mesh)
+    except LayoutError:
+        if inputs is None:
+            return False
+        raise
+    fault = token_flow.find_fault(graph, points)
     if fault is not None:
-        layer = _layer_of(model, fault.operation)
-        where = f"layer '{layer.path or layer.name}'" if layer is not None else f"operation '{fault.operation}'"
-        raise UnsupportedLayerError(
-            f"Model '{model.name}' does not work with context axis '{axis_sizes(mesh).context}' of {count} devices, "
-            f"which splits sequences: in {where}, {fault.reason}. Layers between attention layers must compute each "
-            "position by itself, and take positions from tfshard.sequence_positions(x) or from KerasHub's position "
-            f"embeddings. Change the layer, or leave the axis out of the mesh. Received: operation "
-            f"'{fault.operation}'"
-        )
+        raise _refusal(model, fault.operation, fault.reason, mesh)
+    try:
+        with any_length([model]):
+            split, split_points = _traced(model, in_rows(specs, count), mesh)
+    except LayoutError as error:
+        raise _refusal(model, "", f"it cannot be called on shorter sequences: {error.__cause__}", mesh) from error
+    fault = token_flow.find_difference(graph, points, split, split_points, count)
+    if fault is not None:
+        raise _refusal(model, fault.operation, fault.reason, mesh)
     return True
 
 
@@ -181,11 +180,33 @@ def recorded_calls(
         yield stack.enter_context(contexts.recorded(is_passive=is_passive))
 
 
+def _refusal(model: keras.Model, operation: str, reason: str, mesh: dtensor.Mesh) -> Exception:
+    """Return the error for an operation that combines positions."""
+    axes = axis_sizes(mesh)
+    layer = _layer_of(model, operation)
+    where = f"layer '{layer.path or layer.name}'" if layer is not None else f"model '{model.name}'"
+    return UnsupportedLayerError(
+        f"Model '{model.name}' does not work with context axis '{axes.context}' of {axes.contexts} devices, which "
+        f"splits sequences: in {where}, {reason}. Layers between attention layers must compute each position by itself, "
+        "and take positions from tfshard.sequence_positions(x) or from KerasHub's position embeddings. Change the "
+        f"layer, or leave the axis out of the mesh. Received: operation '{operation}'"
+    )
+
+
 def _layer_of(model: keras.Model, operation: str) -> keras.Layer | None:
-    """Return the innermost layer in whose name scope an operation was made."""
-    scopes = operation.split(":")[0].split("/")
-    by_name: dict[str, keras.Layer] = {layer.name: layer for layer in _private.flatten_layers(model)}
-    return next((by_name[each] for each in reversed(scopes[:-1]) if each in by_name), None)
+    """Return the innermost layer in whose name scope an operation was made.
+
+    TensorFlow may number all scopes of a graph: the scope of layer 'dense' is 'dense_1'.
+    """
+    scopes = operation.partition(":")[0].split("/")[:-1]
+    names = {layer.name: layer for layer in (model, *_private.flatten_layers(model))}
+    is_numbered = bool(scopes) and scopes[0] not in names
+    for scope in reversed(scopes):
+        plain = re.sub(r"_\d+$", "", scope)
+        for name in (plain, scope) if is_numbered else (scope, plain):
+            if name in names and names[name] is not model:
+                return names[name]
+    return None
 
 
 @contextlib.contextmanager

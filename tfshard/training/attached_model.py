@@ -478,7 +478,8 @@ def check_can_compile_blocks(strategy: StrategyBase) -> None:
     if strategy.mesh_shape.contexts > 1:
         raise StrategyError(
             "jit_compile=True does not work on a mesh with a context axis: an XLA program of one device cannot "
-            f"exchange chunks of sequences. Leave one of them out. Received: jit_compile=True, mesh={strategy.mesh_shape}"
+            "exchange chunks of sequences. Leave one of them out. Received: jit_compile=True, "
+            f"mesh={strategy.mesh_shape}"
         )
 
 
