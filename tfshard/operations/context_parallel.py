@@ -30,8 +30,9 @@ from tfshard.storage import steps
 _LENGTH, _SAMPLES = 8, 2
 
 # By the module and the class with the method `call` that is replaced. They take `positions=`.
+_TABLE = "position_embedding.PositionEmbedding"
 _POSITIONED = (
-    "position_embedding.PositionEmbedding",
+    _TABLE,
     "rotary_embedding.RotaryEmbedding",
     "sine_position_encoding.SinePositionEncoding",
 )
@@ -63,11 +64,15 @@ def _refuse(layer: keras.Layer, reason: str, mesh: dtensor.Mesh) -> None:
     )
 
 
-def _is_positioned(layer: keras.Layer) -> bool:
+def _origin(layer: keras.Layer) -> str:
+    """Return the module and the class of KerasHub in which a layer's `call` is written; "" for other layers."""
     function = type(layer).call
     package, module = function.__module__.partition(".")[0], function.__module__.rpartition(".")[2]
-    is_known = package == "keras_hub" and f"{module}.{function.__qualname__.partition('.')[0]}" in _POSITIONED
-    return is_known and getattr(layer, "sequence_axis", 1) == 1
+    return f"{module}.{function.__qualname__.partition('.')[0]}" if package == "keras_hub" else ""
+
+
+def _is_positioned(layer: keras.Layer) -> bool:
+    return _origin(layer) in _POSITIONED and getattr(layer, "sequence_axis", 1) == 1
 
 
 class _PositionedCall:
@@ -85,6 +90,10 @@ class _PositionedCall:
         if steps.current() is not None and positions is None and isinstance(start_index, int):
             rows, length = inputs.shape[:2]
             positions = contexts.positions(rows, length, self._mesh) + start_index
+            if layer is not None and _origin(layer) == _TABLE:
+                # Keras slices the table, whose gradient is dense.
+                table = contexts.with_dense_gradient(keras.ops.convert_to_tensor(layer.position_embeddings))
+                return keras.ops.take(table, positions, axis=0)
         return self._call(inputs, start_index=start_index, positions=positions)
 
 
@@ -187,9 +196,9 @@ def _refusal(model: keras.Model, operation: str, reason: str, mesh: dtensor.Mesh
     where = f"layer '{layer.path or layer.name}'" if layer is not None else f"model '{model.name}'"
     return UnsupportedLayerError(
         f"Model '{model.name}' does not work with context axis '{axes.context}' of {axes.contexts} devices, which "
-        f"splits sequences: in {where}, {reason}. Layers between attention layers must compute each position by itself, "
-        "and take positions from tfshard.sequence_positions(x) or from KerasHub's position embeddings. Change the "
-        f"layer, or leave the axis out of the mesh. Received: operation '{operation}'"
+        f"splits sequences: in {where}, {reason}. Layers between attention layers must compute each position by "
+        "itself, and take positions from tfshard.sequence_positions(x) or from KerasHub's position embeddings. Change "
+        f"the layer, or leave the axis out of the mesh. Received: operation '{operation}'"
     )
 
 

@@ -138,6 +138,12 @@ def positions(rows: int, length: int, mesh: dtensor.Mesh) -> tf.Tensor:
     return transfer.relayout(made, batching.batch_axes((rows, length), mesh), mesh)
 
 
+def with_dense_gradient(tensor: tf.Tensor) -> tf.Tensor:
+    """Return a tensor whose gradient is dense, also where rows of it are looked up."""
+    dense: tf.Tensor = tf.custom_gradient(lambda each: (tf.identity(each), tf.convert_to_tensor))(tensor)
+    return dense
+
+
 def _mesh_of_step() -> dtensor.Mesh | None:
     """Return the mesh of the open step if it has a context axis, or None."""
     if steps.current() is None:
