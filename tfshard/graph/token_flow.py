@@ -50,7 +50,7 @@ class TokenPoints:
 
 def find_fault(graph: ModelGraph, points: TokenPoints) -> TokenFault | None:
     """Return the first operation of a forward pass that combines positions, or None."""
-    return _Flow(graph, points).fault()
+    return _TokenFlow(graph, points).fault()
 
 
 def find_difference(
@@ -65,16 +65,16 @@ def find_difference(
         split_points: The points of `split`.
         contexts: The chunks of a sequence.
     """
-    flow = _Flow(graph, points)
+    flow = _TokenFlow(graph, points)
     flow.fault()
-    return _difference(flow, _Flow(split, split_points), contexts)
+    return _difference(flow, _TokenFlow(split, split_points), contexts)
 
 
 class _FaultError(Exception):
     """An operation combines positions. The message is the reason."""
 
 
-class _Flow:
+class _TokenFlow:
     """The tokens in a graph."""
 
     def __init__(self, graph: ModelGraph, points: TokenPoints):
@@ -215,7 +215,7 @@ def _is_random(tensor: tf.Tensor) -> bool:
     return False
 
 
-def _difference(flow: _Flow, split: _Flow, contexts: int) -> TokenFault | None:
+def _difference(flow: _TokenFlow, split: _TokenFlow, contexts: int) -> TokenFault | None:
     """Return the first operation that was made for another number of positions.
 
     A model may hold numbers that were computed from the length of a sequence when the model was built.

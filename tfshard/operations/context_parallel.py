@@ -167,13 +167,13 @@ def _traced(model: keras.Model, specs: Any, mesh: dtensor.Mesh) -> tuple[ModelGr
 @contextlib.contextmanager
 def recorded_calls(
     model: keras.Model, mesh: dtensor.Mesh | None, *, is_passive: bool = False
-) -> Iterator[contexts.Recorder]:
+) -> Iterator[contexts.CallRecorder]:
     """Record attention and position embeddings of a model, sharded or not, that is traced in this context.
 
     Args:
         model: The model.
         mesh: A mesh with a context axis. None, if `is_passive`, for a plan without a mesh.
-        is_passive: As for `Recorder`.
+        is_passive: As for `CallRecorder`.
     """
     with contextlib.ExitStack() as stack:
         for layer in _private.flatten_layers(model):

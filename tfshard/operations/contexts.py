@@ -6,7 +6,7 @@ devices of a context turns queries, keys and values into all positions of some h
 result back. The backward pass has the same collectives the other way round.
 
 layouts/sequence_chunks.py says which device has which chunk. While a model is checked (`recorded`), attention and
-position embeddings return placeholders, and a `Recorder` notes what they take.
+position embeddings return placeholders, and a `CallRecorder` notes what they take.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class RecordedAttention:
     mask: Any
 
 
-class Recorder:
+class CallRecorder:
     """Notes where the tokens of a model enter and leave attention and position embeddings.
 
     Attributes:
@@ -71,22 +71,22 @@ class Recorder:
         return made
 
 
-class _State(threading.local):
-    recorder: Recorder | None = None
+class _Recording(threading.local):
+    recorder: CallRecorder | None = None
 
 
-_state = _State()
+_state = _Recording()
 
 
-def recorder() -> Recorder | None:
+def recorder() -> CallRecorder | None:
     """Return the recorder of the check that runs in this thread, or None."""
     return _state.recorder
 
 
 @contextlib.contextmanager
-def recorded(*, is_passive: bool = False) -> Iterator[Recorder]:
+def recorded(*, is_passive: bool = False) -> Iterator[CallRecorder]:
     """Record attention and position embeddings of a model that is called in this context, in a graph."""
-    _state.recorder = Recorder(is_passive=is_passive)
+    _state.recorder = CallRecorder(is_passive=is_passive)
     try:
         yield _state.recorder
     finally:
