@@ -130,7 +130,7 @@ MESHES = {
 @table(
     "context meshes", ("mesh", "stage"),
     [(mesh, stage) for mesh in MESHES for stage in range(4)],
-    always=[("context 4", 0), ("batch 2, context 2", 3), ("context 2, model 2", 3)],
+    always=[("batch 2, context 2", 0), ("context 2, model 2", 3)],
 )  # fmt: skip
 def test_gpt_trains_as_on_one_device(mesh, stage):
     options = {"layout_map": "auto"} if "model" in mesh else {}
@@ -153,9 +153,9 @@ def test_sample_weights_predictions_and_metrics_count_tokens_as_on_one_device():
         if chosen is not None:
             model = tfshard.as_distributed(model)
         extra = {} if chosen is None else {"strategy": chosen}
-        model.compile(ADAM(), LOSS(), weighted_metrics=["accuracy"], metrics=["accuracy"], jit_compile=False, **extra)
+        model.compile("sgd", LOSS(), weighted_metrics=["accuracy"], metrics=["accuracy"], jit_compile=False, **extra)
         history = model.fit(tokens, LABELS, sample_weight=WEIGHTS, batch_size=2, epochs=1, shuffle=False, verbose=0)
-        results = model.evaluate(tokens, LABELS, sample_weight=WEIGHTS[:, 0], batch_size=3, verbose=0)
+        results = model.evaluate(tokens, LABELS, sample_weight=WEIGHTS[:, :1] + 0.5, batch_size=3, verbose=0)
         found.append(([*(each[0] for each in history.history.values()), *results], model.predict(tokens, verbose=0)))
     (plain, predicted), (ours, our_predicted) = found
     np.testing.assert_allclose(ours, plain, rtol=2e-5)

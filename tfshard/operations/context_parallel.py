@@ -67,8 +67,9 @@ def _refuse(layer: keras.Layer, reason: str, mesh: dtensor.Mesh) -> None:
 def _origin(layer: keras.Layer) -> str:
     """Return the module and the class of KerasHub in which a layer's `call` is written; "" for other layers."""
     function = type(layer).call
-    package, module = function.__module__.partition(".")[0], function.__module__.rpartition(".")[2]
-    return f"{module}.{function.__qualname__.partition('.')[0]}" if package == "keras_hub" else ""
+    module = str(function.__module__)
+    name = f"{module.rpartition('.')[2]}.{function.__qualname__.partition('.')[0]}"
+    return name if module.partition(".")[0] == "keras_hub" else ""
 
 
 def _is_positioned(layer: keras.Layer) -> bool:
