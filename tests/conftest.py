@@ -2,6 +2,8 @@
 
 import gc
 import importlib.util
+import logging
+import os
 import pathlib
 import re
 import sys
@@ -16,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import quick  # noqa: E402
 import sweeps  # noqa: E402
 from mutations import MUTATIONS  # noqa: E402
+from tfshard.devices import startup  # noqa: E402
 from tools.bench import common  # noqa: E402
 
 
@@ -66,6 +69,33 @@ def no_kept_gradients():
     entries = ops.gradient_registry._registry
     for name in [name for name in entries if name.startswith("CustomGradient-")]:
         del entries[name]
+
+
+def _process_state() -> dict[str, object]:
+    """Return what a test can change for the tests that follow it in the process."""
+    # Switches of DTensor are set by the first operation that needs them.
+    environment = {name: value for name, value in os.environ.items() if "DTENSOR_" not in name}
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    return {
+        **{f"${name}": value for name, value in environment.items()},
+        "level of tfshard's logger": logging.getLogger("tfshard").level,
+        "dtype policy": keras.config.dtype_policy().name,
+        "floatx": keras.config.floatx(),
+        "distribution": keras.distribution.distribution(),
+        "working directory": os.getcwd(),
+        "runtime": startup.current(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def no_changed_process():
+    """Fail a test that leaves the process changed: the tests that follow it would run under the change."""
+    before = _process_state()
+    yield
+    after = _process_state()
+    names = before.keys() | after.keys()
+    changed = {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
+    assert not changed, f"The test left these changed, as (before, after): {changed}"
 
 
 @pytest.fixture(autouse=True)

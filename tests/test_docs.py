@@ -4,6 +4,7 @@ import html
 import importlib
 import inspect
 import json
+import logging
 import os
 import pathlib
 import pkgutil
@@ -20,6 +21,7 @@ import pytest
 import documents
 import sweeps
 import tfshard
+from tfshard.devices import startup
 from tools.site import doctests, pictures, troubleshooting
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -188,14 +190,17 @@ def run(path: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 @pytest.fixture
-def plain_keras():
+def same_process():
     """Undo the process-wide changes of a block."""
-    policy = keras.mixed_precision.dtype_policy()
+    policy, logger = keras.mixed_precision.dtype_policy(), logging.getLogger("tfshard")
+    level, runtime = logger.level, startup.current()
     yield
+    startup._runtime = runtime
     keras.mixed_precision.set_dtype_policy(policy)
+    logger.setLevel(level)
 
 
-def test_every_block_of_python_runs(subtests, tmp_path, monkeypatch, plain_keras):
+def test_every_block_of_python_runs(subtests, tmp_path, monkeypatch, same_process):
     """Runs each page in one namespace and an empty folder. An ordinary run takes one of the slow pages."""
     pages = [path for path in documents.PAGES if documents.python_blocks(path.read_text())]
     assert len(pages) >= 15
@@ -274,7 +279,7 @@ def test_every_error_is_explained_by_an_example():
     assert len({example.title for example in troubleshooting.EXAMPLES}) == len(troubleshooting.EXAMPLES)
 
 
-def test_errors_say_what_the_page_says():
+def test_errors_say_what_the_page_says(same_process):
     """`python -m tools.site.troubleshooting --write` writes the page. The sweep runs the launched example."""
     page = troubleshooting.PAGE.read_text()
     messages = {}
@@ -345,7 +350,7 @@ def test_links_of_the_front_pages_are_not_broken(site):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_runs(path, tmp_path, monkeypatch, plain_keras):
+def test_a_notebook_runs(path, tmp_path, monkeypatch, same_process):
     """Runs the code cells one after the other in one process."""
     cells = json.loads(path.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -22,7 +22,7 @@ from absl import app, flags
 import tfshard
 from tfshard import _private, command_line
 from tfshard.clusters import cluster_report, run_secret
-from tfshard.clusters.finding import CHOICE, NONE
+from tfshard.clusters.finding import outside_clusters
 from tfshard.devices import gpus, startup
 from tfshard.doctor import all_devices, check_runs, environment, parity_check
 from tfshard.errors import ShardingError
@@ -147,10 +147,9 @@ def _lint(values: flags.FlagValues, arguments: list[str]) -> int:
 # --- tfshard verify ----------------------------------------------------------------------------------
 
 
+@outside_clusters()
 def _verify(values: flags.FlagValues, arguments: list[str]) -> int:
     axes = command_line.parse_mesh(values.mesh)
-    # In one process, also in a shell that a cluster started.
-    os.environ.setdefault(CHOICE, NONE)
     build = _load_function(arguments[0])
     batch = _load_function(values.batch or f"{arguments[0].rpartition(':')[0]}:batch")
     devices = math.prod(axes.values())
@@ -209,11 +208,19 @@ def _doctor(values: flags.FlagValues, arguments: list[str]) -> int:
     if values[command_line.ALL_DEVICES].value:
         options_of_doctor = _doctor_options(values)
         # The doctor launches the clients itself. Checks in one process run alone.
-        os.environ.setdefault(CHOICE, NONE)
-        return all_devices.check_all_devices(options_of_doctor)
+        with outside_clusters():
+            return all_devices.check_all_devices(options_of_doctor)
+    return _check_this_process()
+
+
+@outside_clusters()
+def _check_this_process() -> int:
+    """Print versions, devices, settings and patches, and compare a training with one device. Returns the exit code."""
     for package, version in environment.versions().items():
         print(f"{package:12} {version}")
-    started = _start_devices()
+    # All accelerators, or two logical CPU devices.
+    is_cpu = startup.current() is None and not tf.config.list_physical_devices("GPU")
+    started = tfshard.initialize(num_devices=2 if is_cpu else None)
     print(f"devices      {started.num_devices} x {started.device_type}")
     threads = tf.config.threading.get_intra_op_parallelism_threads() or "chosen by TensorFlow"
     print(f"threads      {threads}, for one operation")
@@ -250,14 +257,6 @@ def _doctor_options(values: flags.FlagValues) -> check_runs.DoctorOptions:
         launch=launch,
         expected=None if values.links is None else os.path.abspath(values.links),
     )
-
-
-def _start_devices() -> startup.Runtime:
-    """Start all accelerators, or two logical CPU devices, of this process alone."""
-    os.environ.setdefault(CHOICE, NONE)
-    if startup.current() is None and not tf.config.list_physical_devices("GPU"):
-        return tfshard.initialize(num_devices=2)
-    return tfshard.initialize()
 
 
 # --- tfshard profile-network -------------------------------------------------------------------------

@@ -276,7 +276,7 @@ def test_the_report_of_the_coordinator_says_whether_it_can_listen():
     environment = cluster_variables.kubeflow(0, ("127.0.0.1", "127.0.0.1"), free)
     text, code = report(environment)
     assert code == 0 and "free. This member is the coordinator" in text
-    assert "secret       none: the members agree on one" in text
+    assert "secret       none: the coordinator sends each member one" in text
     text, code = report(cluster_variables.kubeflow(0, ("name.invalid", "127.0.0.1"), free))
     assert code == 1 and "address      name.invalid: FAILED" in text
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 import tfshard
-from tfshard.devices import clients, device_order, replicas, tasks, transfer
+from tfshard.devices import clients, device_order, messages, replicas, tasks, transfer
 from tfshard.errors import MeshError
 from tfshard.layouts.axes import MeshAxes, mesh_name, roles_of
 
@@ -136,3 +136,36 @@ def test_each_client_is_told_the_order_of_its_own_gpus(monkeypatch):
 def test_what_was_not_gathered_is_no_order():
     with pytest.raises(MeshError, match=r"\(not a place: 9\)"):
         device_order.check_group("axis 'batch'", ["/device:CPU:0", "/device:CPU:1"], np.array([0, 9]))
+
+
+def key_groups(mesh: dtensor.Mesh, keys: np.ndarray) -> dict[int, tuple[str, ...]]:
+    """Return the devices of each key."""
+    names = np.array(messages.devices_of(mesh), dtype=object)
+    return {int(key): tuple(names[keys.ravel() == key]) for key in np.unique(keys)}
+
+
+def test_a_group_key_stands_for_one_group_of_devices_whatever_its_mesh():
+    whole = tfshard.create_mesh(batch=4)
+    kinds = [whole, tfshard.create_mesh(replica=2, batch=2), tfshard.create_mesh(batch=2, model=2)]
+    meshes = [*kinds, permuted([2, 3], batch=2), permuted([3, 1, 2, 0], batch=2, model=2)]
+    found: dict[int, tuple[str, ...]] = {}
+    for mesh in meshes:
+        for keys in (replicas._keys_of_all, replicas._keys_of_replicas, replicas._keys_between_replicas):
+            for key, devices in key_groups(mesh, keys(mesh)).items():
+                assert found.setdefault(key, devices) == devices
+                assert 0x40000000 <= key < 0x80000000
+    assert len(found) == len(set(found.values())) >= 11
+    (key,) = key_groups(whole, replicas._keys_of_all(whole))
+    assert np.all(replicas._keys_of_replicas(whole) == key)
+
+
+def test_groups_with_the_same_key_are_refused(monkeypatch):
+    monkeypatch.setattr(replicas.zlib, "crc32", lambda text: 5)
+    monkeypatch.setattr(replicas, "_groups", {})
+    replicas._key.cache_clear()
+    try:
+        assert replicas._key(("CPU:0", "CPU:1")) == 0x40000005
+        with pytest.raises(MeshError, match=r"the same key, 0x40000005.*Received: CPU:2, CPU:3; before: CPU:0, CPU:1"):
+            replicas._key(("CPU:2", "CPU:3"))
+    finally:
+        replicas._key.cache_clear()

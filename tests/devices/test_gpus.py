@@ -125,9 +125,10 @@ def test_the_version_of_nccl_is_that_of_the_loaded_library_or_of_the_package(mon
     ],
 )
 def test_memory_is_left_to_nccl(mebibytes, given, expected, monkeypatch):
-    monkeypatch.delenv("TF_DEVICE_MIN_SYS_MEMORY_IN_MB", raising=False)
-    if given is not None:
-        monkeypatch.setenv("TF_DEVICE_MIN_SYS_MEMORY_IN_MB", given)
+    # Set first, so that the variable is not set after the test.
+    monkeypatch.setenv("TF_DEVICE_MIN_SYS_MEMORY_IN_MB", given or "")
+    if given is None:
+        monkeypatch.delenv("TF_DEVICE_MIN_SYS_MEMORY_IN_MB")
     monkeypatch.setattr(gpus, "memories", lambda: [] if mebibytes is None else [mebibytes << 20, 200 << 30])
     startup._leave_room_for_nccl()
     assert os.environ.get("TF_DEVICE_MIN_SYS_MEMORY_IN_MB") == expected

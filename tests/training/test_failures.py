@@ -330,3 +330,11 @@ def test_checks_of_all_operations_are_refused_before_training():
     finally:
         tf.debugging.disable_check_numerics()
     assert np.isfinite(model.fit(x, x, verbose=0).history["loss"]).all()
+
+
+def test_collectives_that_an_earlier_failure_aborted_are_no_unsupported_operation():
+    text = "{{function_node __func_1}} Collective ops is aborted by: Device CPU:2 ... DTensor"
+    aborted = tf.errors.InternalError(None, None, text)
+    with pytest.raises(tf.errors.InternalError) as caught, failures.translated_errors("A step"):
+        raise aborted
+    assert caught.value is aborted

@@ -64,7 +64,7 @@ def _describe(run: ClusterRun, environment: Mapping[str, str], seconds: float) -
     except ShardingError as error:
         lines, code, secret = [*lines, f"error        {error}"], 1, ""
     if secret is None:
-        lines.append("secret       none: the members agree on one over the network (tfshard docs security)")
+        lines.append("secret       none: the coordinator sends each member one, encrypted (tfshard docs security)")
     elif secret:
         lines.append(f"secret       {len(secret)} characters")
         if len(secret) < run_secret.LEAST_CHARACTERS:

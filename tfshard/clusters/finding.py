@@ -4,9 +4,10 @@ The first system of `SYSTEMS` that names a run decides: systems that start proce
 behind it with as many members but another index for this process is a contradiction.
 """
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from tfshard.clusters import kubernetes, mpi, own_variables, sagemaker, slurm, tf_config, torchrun, variables
 from tfshard.clusters.cluster_run import ClusterRun
@@ -85,6 +86,27 @@ def find_run(environment: Mapping[str, str] | None = None) -> ClusterRun | None:
         raise ClusterError(chosen.error)
     assert chosen.run is not None
     return None if chosen.run.num_members == 1 else chosen.run
+
+
+@contextlib.contextmanager
+def outside_clusters() -> Iterator[None]:
+    """Ignore the cluster that started this process, unless the environment chooses one.
+
+    Example:
+
+    >>> import os
+    >>> with outside_clusters():
+    ...     os.environ["TFSHARD_CLUSTER"]
+    'none'
+    """
+    if CHOICE in os.environ:
+        yield
+        return
+    os.environ[CHOICE] = NONE
+    try:
+        yield
+    finally:
+        del os.environ[CHOICE]
 
 
 def findings(environment: Mapping[str, str]) -> list[SystemFinding]:

@@ -22,7 +22,8 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, device_order, expansions, local_shards, transfer
+from tfshard.devices import clients, device_order, expansions, local_shards, messages, transfer
+from tfshard.errors import MeshError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
 
@@ -37,8 +38,8 @@ _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 # The index of the gather's input that holds the instance key.
 _INSTANCE = 3
 
-# Group keys, far from DTensor's keys, and different for each arrangement of the devices.
-_FIRST_GROUP, _ARRANGEMENTS, _GROUPS = 0x40000000, 1 << 16, 1 << 14
+# Group keys, up to twice this number: far from DTensor's keys and from those of messages.
+_FIRST_GROUP = 0x40000000
 _instances = itertools.count(0x100000)
 
 
@@ -277,7 +278,7 @@ def chain(kind: str, over: str, words: int, count: int, mesh: dtensor.Mesh) -> C
     group_size, keys = {
         "inside": (sizes.shards, _keys_of_replicas(mesh)),
         "between": (sizes.replicas, _keys_between_replicas(mesh)),
-        "across": (sizes.data_size, _keys(mesh, np.zeros_like, 1, "across replicas")),
+        "across": (sizes.data_size, _keys(mesh, np.zeros_like, 1)),
     }[over]
     allow_collectives()
 
@@ -480,13 +481,13 @@ def renewed(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
 def _keys_of_replicas(mesh: dtensor.Mesh) -> np.ndarray:
     """Return the group keys, by location, for the devices of a replica that hold the same model shards."""
     sizes = axis_sizes(mesh)
-    return _keys(mesh, lambda index: index // sizes.shards, sizes.replicas, "in a replica")
+    return _keys(mesh, lambda index: index // sizes.shards, sizes.replicas)
 
 
 def _keys_between_replicas(mesh: dtensor.Mesh) -> np.ndarray:
     """Return the group keys, by location, for the devices at the same position in each replica."""
     sizes = axis_sizes(mesh)
-    return _keys(mesh, lambda index: index % sizes.shards, sizes.shards, "between replicas")
+    return _keys(mesh, lambda index: index % sizes.shards, sizes.shards)
 
 
 def _keys_of_contexts(mesh: dtensor.Mesh) -> np.ndarray:
@@ -497,20 +498,16 @@ def _keys_of_contexts(mesh: dtensor.Mesh) -> np.ndarray:
 
 def _keys_of_all(mesh: dtensor.Mesh) -> np.ndarray:
     """Return the group keys, by location, for the devices of the data axis that hold the same model shards."""
-    return _keys(mesh, lambda index: 0 * index, 1, "all")
+    return _keys(mesh, lambda index: 0 * index, 1)
 
 
 def _keys_along(mesh: dtensor.Mesh, axis: str) -> np.ndarray:
     """Return the group keys, by location, for the devices that differ only in their place on an axis."""
-    return _keys(mesh, lambda index: 0 * index, 1, f"along {axis}", axis)
+    return _keys(mesh, lambda index: 0 * index, 1, axis)
 
 
 def _keys(
-    mesh: dtensor.Mesh,
-    part: Callable[[np.ndarray], np.ndarray],
-    parts: int,
-    what: str,
-    axis: str | None = None,
+    mesh: dtensor.Mesh, part: Callable[[np.ndarray], np.ndarray], parts: int, axis: str | None = None
 ) -> np.ndarray:
     """Return a key for each part of an axis and each location on the other axes.
 
@@ -518,8 +515,10 @@ def _keys(
         mesh: The mesh.
         part: Maps an index on the axis to its part.
         parts: The number of parts.
-        what: A name that distinguishes these groups from others.
         axis: The axis. By default the data axis.
+
+    Raises:
+        MeshError: The group of other devices has a key already.
     """
     sizes = axis_sizes(mesh)
     axis = axis or sizes.data
@@ -527,11 +526,32 @@ def _keys(
     assert axis is not None
     at[axis] = part(at[axis])
     counts = [parts if each == axis else size for each, size in sizes.items()]
-    # The meshes of a pipeline differ only in their devices. Other meshes do not list their devices.
-    devices = [str(device) for device in mesh.global_devices()]
-    arrangement = zlib.crc32(f"{what} {sizes!r} {devices}".encode()) % _ARRANGEMENTS
-    keys: np.ndarray = _FIRST_GROUP + arrangement * _GROUPS + np.ravel_multi_index([at[axis] for axis in sizes], counts)
-    return keys.astype("int32")
+    groups = np.ravel_multi_index([at[each] for each in sizes], counts)
+    # The locations of each group in a row, in mesh order.
+    rows = np.argsort(groups, axis=None, kind="stable").reshape(math.prod(counts), -1)
+    devices = np.array(messages.devices_of(mesh), dtype=object)
+    keys = np.empty(groups.size, "int32")
+    for row in rows:
+        keys[row] = _key(tuple(devices[row]))
+    shaped: np.ndarray = keys.reshape(groups.shape)
+    return shaped
+
+
+@functools.cache
+def _key(devices: tuple[str, ...]) -> int:
+    """Return the group key of devices, the same on all clients. TensorFlow knows a group by its key alone."""
+    key = _FIRST_GROUP + zlib.crc32(" ".join(devices).encode()) % _FIRST_GROUP
+    others = _groups.setdefault(key, devices)
+    if others != devices:
+        raise MeshError(
+            f"Two groups of devices have the same key, {key:#x}. Use one of their meshes in this process, or create a "
+            f"mesh with its devices in another order. Received: {', '.join(devices)}; before: {', '.join(others)}"
+        )
+    return key
+
+
+# The devices of each key.
+_groups: dict[int, tuple[str, ...]] = {}
 
 
 def _local_number(numbers: np.ndarray, mesh: dtensor.Mesh) -> tf.Tensor:

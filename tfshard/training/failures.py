@@ -121,6 +121,7 @@ def _find(message: str) -> _Failed | None:
     return None
 
 
+_ABORTED = "Collective ops is aborted"
 _LOST_PEER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 
 
@@ -141,8 +142,8 @@ def translated_errors(step: str) -> Iterator[None]:
             "strategy.scope(), or make it an attribute of the model before compile."
         ) from error
     except tf.errors.OpError as error:
-        # A client that lost a peer gets an error of the operation that was running.
-        if "dtensor" not in str(error).lower() or isinstance(error, _LOST_PEER):
+        # A client that lost a peer, or whose collectives were aborted, gets an error of the operation that was running.
+        if "dtensor" not in str(error).lower() or isinstance(error, _LOST_PEER) or _ABORTED in str(error):
             raise
         first = str(error).partition("\n")[0]
         # The refused operation, or the operation that DTensor was expanding.

@@ -34,7 +34,7 @@ from tfshard.planning.variable_traffic import sum_bytes
 # A step on more devices is predicted from a step on this many. The computation of a device is the same. Its shards are
 # smaller still, and small beside its peak. The stored bytes are counted exactly.
 _TRACED_DEVICES = 8
-# The numbers of rows that a device has of a microbatch, to try.
+# The least numbers of rows that a device has of a microbatch, to try; then four times as many, as often as they fit.
 _ROWS = (1, 2, 4, 8, 16)
 
 
@@ -255,6 +255,14 @@ def meshes(devices: int, devices_per_host: int, has_model_axis: bool) -> list[di
     return found
 
 
+def _rows(most: int) -> list[int]:
+    """Return the numbers of rows of a microbatch to try on a device that has at most `most`."""
+    found = list(_ROWS)
+    while found[-1] * 4 <= most:
+        found.append(found[-1] * 4)
+    return found
+
+
 def _check_count(name: str, number: Any) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise StrategyError(f"{name} must be a positive integer. Received: {name}={number!r}")
@@ -415,7 +423,7 @@ class Simulator:
         mesh_shape: dict[str, int],
         stage: ZeroStage,
         *,
-        rows: Iterable[int] = _ROWS,
+        rows: Iterable[int] | None = None,
         recomputes: Iterable[str | None] = (None, blocks.AUTO),
     ) -> list[Prediction]:
         """Return the predictions for a mesh and a stage, with blocks computed again and without. The rows of a
@@ -425,8 +433,8 @@ class Simulator:
             machine: The machine.
             mesh_shape: The mesh.
             stage: The ZeRO stage.
-            rows: The numbers of rows to try, if they divide the rows of a device. The rows of a device are also tried
-                as one microbatch, if they are no more than the largest number.
+            rows: The numbers of rows to try, if they divide the rows of a device. By default some powers of two, and
+                all rows of a device as one microbatch.
             recomputes: The blocks to compute again, if any, as for `strategy.recompute`.
         """
         axes = MeshAxes.of(mesh_shape)
@@ -442,14 +450,12 @@ class Simulator:
             raise CannotBeError(
                 f"parameters and slots take {stored_bytes:,} bytes on each device, which has {machine.memory:,}"
             )
-        tried = list(rows)
+        tried = {*_rows(local_batch), local_batch} if rows is None else set(rows)
         found = []
         for recompute in recomputes:
             if recompute == blocks.AUTO and not self._has_blocks:
                 continue
-            for each in sorted(
-                {each for each in (*tried, local_batch) if local_batch % each == 0 and each <= max(tried)}
-            ):
+            for each in sorted(each for each in tried if local_batch % each == 0):
                 one = self._prediction(
                     machine, placement, mesh_shape, stage, stored_bytes, each, local_batch // each, recompute
                 )
