@@ -493,7 +493,7 @@ def _keys_between_replicas(mesh: dtensor.Mesh) -> np.ndarray:
 def _keys_of_contexts(mesh: dtensor.Mesh) -> np.ndarray:
     """Return the group keys, by location, for the devices that share sequences and hold the same model shards."""
     sizes = axis_sizes(mesh)
-    return _keys(mesh, lambda index: index // sizes.contexts, sizes.sample_shards, "in a context")
+    return _keys(mesh, lambda index: index // sizes.contexts, sizes.sample_shards)
 
 
 def _keys_of_all(mesh: dtensor.Mesh) -> np.ndarray:
