@@ -46,13 +46,18 @@ class OwnPositions(keras.layers.Layer):
         return x + self.table(tfshard.sequence_positions(x))
 
 
-def gpt(*, length: int | None = LENGTH, mask_zero: bool = False, key_heads: int | None = None) -> keras.Model:
+FAMILIES = ("gpt2", "llama", "bert")
+
+
+def gpt(
+    *, length: int | None = LENGTH, mask_zero: bool = False, heads: int = 4, key_heads: int | None = None
+) -> keras.Model:
     """Return a GPT of Keras's layers, with one block."""
     inputs = keras.Input((length,), dtype="int32")
     x = OwnPositions(name="positions")(keras.layers.Embedding(WORDS, WIDTH, mask_zero=mask_zero)(inputs))
     y = keras.layers.LayerNormalization()(x)
     if key_heads is None:
-        layer = keras.layers.MultiHeadAttention(4, 4, name="attention")
+        layer = keras.layers.MultiHeadAttention(heads, 4, name="attention")
     else:
         layer = keras.layers.GroupQueryAttention(4, 4, key_heads, name="attention")
     x = x + layer(y, y, use_causal_mask=True)
@@ -169,6 +174,19 @@ def test_grouped_keys_train_as_on_one_device(key_heads):
     assert_same(trained(build, {"batch": 1, "context": 4}), reference(build))
 
 
+@pytest.mark.parametrize("mesh", [{"batch": 2, "context": 2}, {"batch": 1, "context": 2, "model": 2}])
+def test_gathered_keys_of_any_number_of_heads_train_as_on_one_device(mesh):
+    build = functools.partial(gpt, heads=3 if "model" not in mesh else 2, mask_zero=True)
+    options = {"layout_map": "auto"} if "model" in mesh else {}
+    assert_same(trained(build, mesh, context_attention="gather", **options), reference(build))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_train_with_gathered_keys(family):
+    assert_family_trains(family, {"batch": 1, "context": 4}, context_attention="gather")
+
+
 @pytest.mark.slow
 def test_microbatches_train_as_on_one_device():
     assert_same(trained(gpt, {"batch": 2, "context": 2}, microbatches=2), reference(gpt))
@@ -184,11 +202,12 @@ def test_batch_that_the_batch_axis_does_not_divide_trains_as_on_one_device():
     assert_same(run, alone)
 
 
-FAMILIES = ("gpt2", "llama", "bert")
-
-
 @table("context families", "family", FAMILIES, always=["gpt2"])
 def test_families_with_padding_train_as_on_one_device(family):
+    assert_family_trains(family, {"batch": 2, "context": 2}, zero_stage=3)
+
+
+def assert_family_trains(family: str, mesh: dict, **settings: Any) -> None:
     tokens = families.TOKENS[:4]
     mask = np.arange(8) < np.array([8, 5, 3, 7])[:, np.newaxis]
     x = {"token_ids": tokens, "padding_mask": mask}
@@ -197,7 +216,7 @@ def test_families_with_padding_train_as_on_one_device(family):
     data = [(x, tokens, mask.astype("float32"))]
     build = functools.partial(language_model, family)
     options = {"optimizer": ADAM, "loss": LOSS(), "steps": 2}
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, context=2), zero_stage=3)
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(**mesh), **settings)
     run = parity.train(build, data, strategy=strategy, **options)
     parity.assert_same(run, parity.train(build, data, eager=True, **options), rtol=5e-5, atol=5e-6)
 

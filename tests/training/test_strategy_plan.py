@@ -28,6 +28,7 @@ SETTINGS = {
     "compression": ("int8", {}),
     "tables": ("table/embeddings", {}),
     "attention": ("flash", {}),
+    "context_attention": ("gather", {}),
     "chunked_cross_entropy": ("auto", {}),
 }
 pytestmark = pytest.mark.filterwarnings("ignore::tfshard.errors.LayoutWarning")

@@ -251,6 +251,33 @@ class AttentionChoice(enum.Enum):
         return found
 
 
+class ContextAttention(enum.Enum):
+    """How the devices of a context axis compute attention of full sequences.
+
+    Attributes:
+        ULYSSES: They exchange heads for positions, by all-to-alls.
+        GATHER: They gather keys and values.
+    """
+
+    ULYSSES = "ulysses"
+    GATHER = "gather"
+
+    @classmethod
+    def from_option(cls, context_attention: Any) -> "ContextAttention":
+        """Return the choice with a name.
+
+        Raises:
+            StrategyError: No choice has the name.
+        """
+        found = next((each for each in cls if each.value == context_attention), None)
+        if found is None:
+            names = tuple(each.value for each in cls)
+            raise StrategyError(
+                f"context_attention must be one of {names}. Received: context_attention={context_attention!r}"
+            )
+        return found
+
+
 AUTO_CHUNKS = "auto"
 
 
@@ -300,6 +327,7 @@ class ShardingConfig:
         already_sharded: True: each client of a launched run feeds its local rows of every batch.
         reduction: How devices reduce some gradients, in place of DTensor's reductions. Users call it `compression`.
         attention: How attention is computed.
+        context_attention: How the devices of a context axis compute attention of full sequences.
         kinds: The kinds of variables that no step reads in full, each with the user's settings for the kind.
         chunked_cross_entropy: How a step computes the cross entropy of a model's last projection by chunks of tokens;
             None to compute it from whole logits.
@@ -322,6 +350,7 @@ class ShardingConfig:
     already_sharded: bool = False
     reduction: GradientReduction | None = None
     attention: AttentionChoice = AttentionChoice.AUTO
+    context_attention: ContextAttention = ContextAttention.ULYSSES
     kinds: tuple[VariableKind, ...] = ()
     chunked_cross_entropy: ChunkedCrossEntropy | None = None
 
@@ -377,7 +406,7 @@ class ShardingConfig:
         found: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, (ZeroStage, AttentionChoice)):
+            if isinstance(value, (ZeroStage, AttentionChoice, ContextAttention)):
                 found[field.name] = value.value
             elif isinstance(value, (ReshardPolicy, Precision, Microbatches, Offload)):
                 found |= {

@@ -6,7 +6,6 @@ rows. Consecutive devices of the data axis have the chunks of the same samples, 
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -41,23 +40,20 @@ class SequenceChunks:
         """Return into how many parts the devices split a number of samples: 1 if every device has all of them."""
         return self.sample_shards if samples and samples % self.sample_shards == 0 else 1
 
-    def rows_of(self, sequences: Any) -> np.ndarray:
+    def rows_of(self, sequences: np.ndarray) -> np.ndarray:
         """Return an array `(B, T, ...)`, whose T the context axis divides, as rows `(B * c, T / c, ...)`."""
         batch, length, *rest = sequences.shape
         shards = self.shards(batch)
-        split: np.ndarray = np.reshape(
-            sequences, (shards, batch // shards, self.contexts, length // self.contexts, *rest)
-        )
-        rows: np.ndarray = np.moveaxis(split, 2, 1)
-        return rows.reshape(batch * self.contexts, length // self.contexts, *rest)
+        split = np.reshape(sequences, (shards, batch // shards, self.contexts, length // self.contexts, *rest))
+        return np.moveaxis(split, 2, 1).reshape(batch * self.contexts, length // self.contexts, *rest)
 
-    def repeated(self, samples: Any) -> np.ndarray:
+    def repeated(self, samples: np.ndarray) -> np.ndarray:
         """Return an array `(B, ...)` with a row for each chunk of a sample, `(B * c, ...)`."""
         batch, *rest = samples.shape
         shards = self.shards(batch)
         split = np.reshape(samples, (shards, 1, batch // shards, *rest))
-        rows: np.ndarray = np.repeat(split, self.contexts, axis=1)
-        return rows.reshape(batch * self.contexts, *rest)
+        rows: np.ndarray = np.repeat(split, self.contexts, axis=1).reshape(batch * self.contexts, *rest)
+        return rows
 
     def sequences_of(self, rows: np.ndarray) -> np.ndarray:
         """Return rows `(B * c, T / c, ...)` as sequences `(B, T, ...)`: the way back from `rows_of`."""
@@ -65,8 +61,7 @@ class SequenceChunks:
         batch = count // self.contexts
         shards = self.shards(batch)
         split = np.reshape(rows, (shards, self.contexts, batch // shards, length, *rest))
-        sequences: np.ndarray = np.moveaxis(split, 1, 2)
-        return sequences.reshape(batch, length * self.contexts, *rest)
+        return np.moveaxis(split, 1, 2).reshape(batch, length * self.contexts, *rest)
 
     def chunks_of_rows(self, rows: int) -> np.ndarray:
         """Return the number of the chunk in each of the rows of a batch, from 0, `(rows,)`."""

@@ -25,7 +25,8 @@ from tfshard import _private
 from tfshard.devices import batching
 from tfshard.errors import UnsupportedLayerError
 from tfshard.layouts.axes import axis_sizes
-from tfshard.layouts.config import AttentionChoice
+from tfshard.layouts.config import AttentionChoice, ContextAttention
+from tfshard.layouts.sequence_chunks import SequenceChunks
 from tfshard.layouts.variable_layout import Axes
 from tfshard.operations import block_masks, contexts, layer_patch, online_softmax, vocabulary
 from tfshard.operations.block_masks import BlockMask
@@ -367,11 +368,12 @@ def _across_context(
         # A device's heads of the queries share no whole heads of the keys.
         key, value = (tf.repeat(each, query.shape[2] // each.shape[2], axis=2) for each in (key, value))
     local_keys = key.shape[2] if model is None else key.shape[2] // axes[model]
-    repeats = heads_of_context(local, local_keys, axes.contexts)
+    gathers = tf.distribute.get_strategy().config.context_attention is ContextAttention.GATHER
+    repeats = 1 if gathers else heads_of_context(local, local_keys, axes.contexts)
     if repeats is None:
         raise _NotInBlocksError(
             f"a device has {local} heads of queries, which are not divisible by the {axes.contexts} devices of axis "
-            f"'{axes.context}'"
+            f"'{axes.context}' (context_attention='gather' takes any number)"
         )
     if kind.mask is not None:
         found = block_masks.of_full_sequences(kind.mask, parts, query.shape[0])
@@ -384,6 +386,8 @@ def _across_context(
     layouts: list[Axes] = [(batch, None, model, None)] * 3
     layouts += [(batch if part.shape[0] > 1 else None, None, None, None) for part in parts]
     exchange = contexts.Exchange(mesh, is_sharded=batch is not None)
+    if gathers and batch is not None:
+        return _with_gathered_keys(kind, [query, key, value, *parts], layouts, exchange, mesh)
 
     def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *parts: tf.Tensor) -> tf.Tensor:
         if repeats > 1:
@@ -393,6 +397,34 @@ def _across_context(
         return exchange.to_positions(online_softmax.attend(kind, query, key, value, full))
 
     result: tf.Tensor = local_map(attend, layouts, [layouts[0]], mesh)(query, key, value, *parts)
+    return result
+
+
+def _with_gathered_keys(
+    kind: Attention,
+    given: Sequence[tf.Tensor],
+    layouts: Sequence[Axes],
+    exchange: contexts.Exchange,
+    mesh: dtensor.Mesh,
+) -> tf.Tensor:
+    """Run attention of a device's queries to the keys of all devices of its context.
+
+    Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2.
+    """
+    rows, length = given[0].shape[:2]
+    chunks = SequenceChunks.of(axis_sizes(mesh)).chunks_of_rows(rows).astype("int32") * length
+    first = tf.constant(chunks.reshape(rows, 1, 1, 1))
+
+    def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, first: tf.Tensor, *parts: tf.Tensor) -> tf.Tensor:
+        full = [exchange.all_positions(each) if each.shape[3] > 1 else each for each in parts]
+        here = kind
+        if kind.mask is not None or kind.is_causal:
+            mask, full = block_masks.of_later_queries(kind.mask, full, first[:1], is_causal=kind.is_causal)
+            here = dataclasses.replace(kind, mask=mask, is_causal=False)
+        return online_softmax.attend(here, query, key, value, full, exchange)
+
+    ins = [*layouts[:3], (layouts[0][0], None, None, None), *layouts[3:]]
+    result: tf.Tensor = local_map(attend, ins, [layouts[0]], mesh)(*given[:3], first, *given[3:])
     return result
 
 

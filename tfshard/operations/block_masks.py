@@ -41,7 +41,7 @@ _REARRANGING = ("BroadcastTo", "ExpandDims", "Identity", "Reshape", "Squeeze", "
 
 # Descriptions of how to compute a block: ("part", number), (type of operation, inputs...), ("Cast", dtype, input),
 # ("Cumsum", dim, number of equal elements), ("MatrixBandPart", lower, upper, input), and for
-# numbers along a dim that grow by equal steps, ("Numbers", dim, first, step, dtype).
+# numbers along a dim that grow by equal steps, ("Numbers", dim, first, step, dtype). ("Kept", input) is boolean.
 _Node = tuple[Any, ...]
 
 
@@ -51,9 +51,11 @@ class BlockMask:
 
     Attributes:
         node: The description.
+        first_query: The number of the part `(1, 1, 1, 1)` that has the number of the first query; None if it is 0.
     """
 
     node: _Node
+    first_query: int | None = None
 
     def block(
         self, parts: Sequence[tf.Tensor], first: tuple[tf.Tensor, tf.Tensor], sizes: tuple[int, int]
@@ -65,10 +67,10 @@ class BlockMask:
             first: The numbers of the first query and key of the block.
             sizes: The numbers of queries and keys of the block.
         """
-        found = _computed(self.node, parts, first, sizes)
-        if found.dtype == tf.bool:
-            return found
-        return found > tf.constant(0.5 if found.dtype.is_floating else 0, found.dtype)
+        # Numbers of queries within a part, and within the sequence.
+        begin = 0 if self.first_query is None else tf.reshape(parts[self.first_query], ())
+        found = _computed(self.node, parts, first, sizes, begin)
+        return _kept(found)
 
 
 def mask_of(mask: tf.Tensor, shape: Sequence[int]) -> tuple[BlockMask, list[tf.Tensor]]:
@@ -81,6 +83,13 @@ def mask_of(mask: tf.Tensor, shape: Sequence[int]) -> tuple[BlockMask, list[tf.T
     finder = _PartFinder(tuple(shape))
     places = tuple(range(4 - mask.shape.rank, 4))
     return BlockMask(finder.node_of(mask, places)), finder.parts
+
+
+def _kept(values: tf.Tensor) -> tf.Tensor:
+    """Return which values of a mask keep a pair."""
+    if values.dtype == tf.bool:
+        return values
+    return values > tf.constant(0.5 if values.dtype.is_floating else 0, values.dtype)
 
 
 def of_full_sequences(
@@ -160,6 +169,26 @@ def _constant_value(tensor: tf.Tensor) -> np.ndarray | None:
         values = [_constant_value(each) for each in operation.inputs]
         return None if any(each is None for each in values) else _COMPUTED_CONSTANTS[operation.type](*values)
     return None
+
+
+def of_later_queries(
+    mask: BlockMask | None, parts: Sequence[tf.Tensor], first_query: tf.Tensor, *, is_causal: bool
+) -> tuple[BlockMask, list[tf.Tensor]]:
+    """Return a mask for queries that are not the first of their sequence, and its parts.
+
+    Args:
+        mask: The mask; None for no mask but a causal one.
+        parts: Its parts.
+        first_query: The number of the first query, int32, `(..., 1, 1, 1)`.
+        is_causal: True if query number i may attend to keys 0 to i only, besides.
+    """
+    made = [*parts, first_query]
+    node = None if mask is None else mask.node
+    if is_causal:
+        causal = ("GreaterEqual", *(("Numbers", place, 0.0, 1.0, "int32") for place in (_QUERIES, _KEYS)))
+        node = causal if node is None else ("LogicalAnd", ("Kept", node), causal)
+    assert node is not None
+    return BlockMask(node, first_query=len(parts)), made
 
 
 class _PartFinder:
@@ -266,12 +295,17 @@ def _equal_value(tensor: tf.Tensor) -> Any:
 
 
 def _computed(
-    node: _Node, parts: Sequence[tf.Tensor], first: tuple[tf.Tensor, tf.Tensor], sizes: tuple[int, int]
+    node: _Node,
+    parts: Sequence[tf.Tensor],
+    first: tuple[tf.Tensor, tf.Tensor],
+    sizes: tuple[int, int],
+    begin: tf.Tensor | int,
 ) -> tf.Tensor:
     kind, *rest = node
 
     def numbers(place: int) -> tf.Tensor:
         found = first[place - _QUERIES] + tf.range(sizes[place - _QUERIES])
+        found += begin if place == _QUERIES else 0
         return tf.reshape(found, [-1 if dim == place else 1 for dim in range(4)])
 
     if kind == "part":
@@ -282,10 +316,12 @@ def _computed(
                 starts[place], extents[place] = first[place - _QUERIES], sizes[place - _QUERIES]
         return tf.slice(part, tf.stack(starts), extents)
     if kind == "Cast":
-        return tf.cast(_computed(rest[1], parts, first, sizes), rest[0])
+        return tf.cast(_computed(rest[1], parts, first, sizes, begin), rest[0])
+    if kind == "Kept":
+        return _kept(_computed(rest[0], parts, first, sizes, begin))
     if kind == "Numbers":
-        place, begin, step, dtype = rest
-        found = tf.cast(numbers(place), tf.float64) * step + begin
+        place, least, step, dtype = rest
+        found = tf.cast(numbers(place), tf.float64) * step + least
         return tf.cast(found, dtype)
     if kind == "Cumsum":
         return tf.cast(numbers(rest[0]) + 1, rest[2]) * tf.cast(rest[1], rest[2])
@@ -295,6 +331,6 @@ def _computed(
         in_band = ((below <= lower) if lower >= 0 else tf.constant(True)) & (
             (-below <= upper) if upper >= 0 else tf.constant(True)
         )
-        found = _computed(inner, parts, first, sizes)
+        found = _computed(inner, parts, first, sizes, begin)
         return tf.where(in_band, found, tf.zeros([], found.dtype))
-    return _ELEMENTWISE[kind](*(_computed(each, parts, first, sizes) for each in rest))
+    return _ELEMENTWISE[kind](*(_computed(each, parts, first, sizes, begin) for each in rest))

@@ -9,7 +9,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -128,15 +128,15 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
         raise
     fault = token_flow.find_fault(graph, points)
     if fault is not None:
-        raise _refusal(model, fault.operation, fault.reason, mesh)
+        _raise_fault(model, fault.operation, fault.reason, mesh)
     try:
         with any_length([model]):
             split, split_points = _traced(model, in_rows(specs, count), mesh)
     except LayoutError as error:
-        raise _refusal(model, "", f"it cannot be called on shorter sequences: {error.__cause__}", mesh) from error
+        _raise_fault(model, "", f"it cannot be called on shorter sequences: {error.__cause__}", mesh)
     fault = token_flow.find_difference(graph, points, split, split_points, count)
     if fault is not None:
-        raise _refusal(model, fault.operation, fault.reason, mesh)
+        _raise_fault(model, fault.operation, fault.reason, mesh)
     return True
 
 
@@ -190,12 +190,12 @@ def recorded_calls(
         yield stack.enter_context(contexts.recorded(is_passive=is_passive))
 
 
-def _refusal(model: keras.Model, operation: str, reason: str, mesh: dtensor.Mesh) -> Exception:
-    """Return the error for an operation that combines positions."""
+def _raise_fault(model: keras.Model, operation: str, reason: str, mesh: dtensor.Mesh) -> NoReturn:
+    """Raise the error for an operation that combines positions."""
     axes = axis_sizes(mesh)
     layer = _layer_of(model, operation)
     where = f"layer '{layer.path or layer.name}'" if layer is not None else f"model '{model.name}'"
-    return UnsupportedLayerError(
+    raise UnsupportedLayerError(
         f"Model '{model.name}' does not work with context axis '{axes.context}' of {axes.contexts} devices, which "
         f"splits sequences: in {where}, {reason}. Layers between attention layers must compute each position by "
         "itself, and take positions from tfshard.sequence_positions(x) or from KerasHub's position embeddings. Change "

@@ -182,6 +182,24 @@ class Exchange:
             return self._split(tensor)
         return _with_gradient(self._to_positions, self._to_heads, tensor)
 
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Gather `(rows, T / c, K, H)` to `(rows, T, K, H)`. You cannot differentiate it."""
+        if not self._is_sharded:
+            return self._joined(tensor)
+        rows, length, *rest = tensor.shape
+        is_brain = tensor.dtype == tf.bfloat16
+        chunks = self._gathered(tf.bitcast(tensor, tf.float16) if is_brain else tensor)
+        chunks = tf.bitcast(chunks, tf.bfloat16) if is_brain else chunks
+        return tf.reshape(tf.transpose(chunks, (1, 0, 2, 3, 4)), (rows, self._contexts * length, *rest))
+
+    def scatter(self, gradient: tf.Tensor) -> tf.Tensor:
+        """Return this device's chunk of the sum of gradients: the gradient of `gather`."""
+        if not self._is_sharded:
+            return self._split(gradient)
+        rows, length, *rest = gradient.shape
+        split = tf.reshape(gradient, (rows, self._contexts, length // self._contexts, *rest))
+        return tf.reduce_sum(self._exchanged(tf.transpose(split, (1, 0, 2, 3, 4))), 0)
+
     def all_positions(self, part: tf.Tensor) -> tf.Tensor:
         """Gather a part of a mask, `(rows, 1, T / c or 1, T / c or 1)`, along its positions.
 

@@ -31,6 +31,7 @@ from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
 from tfshard.layouts.config import (
     AttentionChoice,
     ChunkedCrossEntropy,
+    ContextAttention,
     Microbatches,
     Offload,
     Precision,
@@ -114,6 +115,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             and keys with an online softmax, in memory that is linear in the sequence (Dao 2023, "FlashAttention-2").
             `"math"`: with a score for each pair of a query and a key, as in Keras. `"auto"`: in blocks from 1,024
             queries by 1,024 keys. What is not computed in blocks is in docs/attention.md.
+        context_attention: How devices of a context axis compute attention. `"ulysses"`: they exchange heads for
+            positions; the axis must divide the heads. `"gather"`: they gather keys and values, of any number of heads.
         chunked_cross_entropy: The tokens of a chunk in which each device computes the cross entropy of the model's last
             projection and its gradient, from hidden states and kernel. No device then holds all its logits. `"auto"`
             takes chunks only where a device's logits are large (docs/stages.md); `strategy.report` says what it chose.
@@ -159,6 +162,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         compression: Any = None,
         tables: VariableKind | str | Sequence[str] | None = None,
         attention: str = "auto",
+        context_attention: str = "ulysses",
         chunked_cross_entropy: int | str | None = None,
     ):
         readiness.check_process()
@@ -182,6 +186,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             already_sharded=already_sharded,
             reduction=gradient_reduction.from_option(compression),
             attention=AttentionChoice.from_option(attention),
+            context_attention=ContextAttention.from_option(context_attention),
             kinds=variable_kind.from_options(tables=tables),
             chunked_cross_entropy=ChunkedCrossEntropy.from_option(chunked_cross_entropy),
         )
