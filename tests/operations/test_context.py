@@ -259,13 +259,28 @@ def test_step_sends_what_the_plan_says(mesh):
         measure.assert_matches_plan(profile, plan)
 
 
+def test_step_that_gathers_keys_sends_what_the_plan_says():
+    strategy = tfshard.ShardedStrategy(
+        tfshard.create_mesh(batch=1, context=4), zero_stage=1, context_attention="gather"
+    )
+    model = tfshard.as_distributed(attending(num_heads=3))
+    model.compile("sgd", "mse", strategy=strategy)
+    x = RS.normal(size=(1024, LENGTH, WIDTH)).astype("float32")
+    profile, plan = tfshard.profile_step(model, (x, x)), strategy.plan(model, inputs=x)
+    size = 1024 * LENGTH * 12 * 4
+    sent = {(each.kind, each.count, each.bytes) for each in plan.collectives if each.axis == "context"}
+    assert sent == {("all-gather", 4, size), ("all-to-all", 2, size)}
+    measure.assert_matches_plan(profile, plan)
+
+
 def test_plan_tells_the_gathers_of_masks():
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, context=2), zero_stage=1)
     model = tfshard.as_distributed(gpt(mask_zero=True))
     model.compile("sgd", LOSS(), strategy=strategy)
     plan, profile = strategy.plan(model, inputs=TOKENS), tfshard.profile_step(model, (TOKENS, LABELS))
     gathers = [each for each in plan.collectives if each.kind == "all-gather" and each.axis == "context"]
-    assert [each.bytes for each in gathers] == [4 * BATCH * LENGTH // 2] * 2, "The masks of queries and of keys."
+    sent = [(each.count, each.bytes) for each in gathers]
+    assert sent == [(2, 4 * BATCH * LENGTH // 2)], "The masks of queries and of keys."
     measure.assert_matches_plan(profile, plan)
 
 

@@ -229,7 +229,7 @@ def without_peak(
     microbatches = placement.config.microbatches
     called_on = variable_traffic.inputs_of_microbatch(microbatches, inputs, placement.mesh_shape)
     sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, called_on)
-    exchanged, why = context_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, called_on)
+    exchanged, why = context_traffic.plan(model_or_specs, placement, called_on)
     sent = dataclasses.replace(sent, unknown=_joined(sent.unknown, why))
     statistics: list[variable_traffic.Collective] = []
     if isinstance(model_or_specs, keras.Model) and (found := statistics_traffic.statistics_of(model_or_specs)):

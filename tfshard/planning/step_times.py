@@ -102,7 +102,7 @@ class TracedStep:
         )
         with contextlib.nullcontext() if recompute is None else blocks.marked(model, recompute):
             sent = activation_traffic.plan(model, placement.variables, placement.mesh_shape, inputs)
-            exchanged, _ = context_traffic.plan(model, placement.variables, placement.mesh_shape, inputs)
+            exchanged, _ = context_traffic.plan(model, placement, inputs)
         return cls(
             graph=graph,
             work=work_of(graph),
