@@ -62,7 +62,7 @@ class Attention:
     block: int = BLOCK
 
 
-class KeyExchange(Protocol):
+class KeyGather(Protocol):
     """How a device gets keys and values that other devices have."""
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -78,7 +78,7 @@ def attend(
     key: tf.Tensor,
     value: tf.Tensor,
     parts: Sequence[tf.Tensor] = (),
-    exchange: KeyExchange | None = None,
+    exchange: KeyGather | None = None,
 ) -> tf.Tensor:
     """Return the attention of queries to keys, in memory that is linear in their numbers.
 
