@@ -62,7 +62,7 @@ def gpt(
         layer = keras.layers.GroupQueryAttention(4, 4, key_heads, name="attention")
     x = x + layer(y, y, use_causal_mask=True)
     y = keras.layers.Dense(32, activation="gelu", name="up")(keras.layers.LayerNormalization()(x))
-    x = x + keras.layers.Dense(WIDTH, name="down")(y)
+    x = keras.layers.Dropout(0.2)(x + keras.layers.Dense(WIDTH, name="down")(y))
     return keras.Model(inputs, keras.layers.Dense(WORDS, name="head")(x))
 
 
@@ -340,10 +340,17 @@ def test_layers_that_compute_each_position_by_itself_pass_the_check():
     assert context_parallel.check(model, mesh)
 
 
-def test_output_without_a_sequence_is_refused():
+@pytest.mark.parametrize(
+    "index, message",
+    [
+        ((slice(None), 0), "combines the positions of a sequence"),
+        ((..., 0), "an output has no dim behind the sequence"),
+    ],
+)
+def test_output_without_a_sequence_or_a_width_is_refused(index, message):
     inputs = keras.Input((LENGTH, WIDTH))
-    model = tfshard.as_distributed(keras.Model(inputs, keras.layers.Dense(4)(inputs[:, 0])))
-    with pytest.raises(UnsupportedLayerError, match="combines the positions of a sequence"):
+    model = tfshard.as_distributed(keras.Model(inputs, keras.layers.Dense(4)(inputs)[index]))
+    with pytest.raises(UnsupportedLayerError, match=message):
         model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4)))
 
 

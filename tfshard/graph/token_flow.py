@@ -111,9 +111,13 @@ class _TokenFlow:
                 return TokenFault(
                     operation=name, reason=f"layer '{layer}' takes a tensor that has no sequence in dim 1"
                 )
+        ranks = {tensor.name: tensor.shape.rank for each in self.graph.operations for tensor in each.outputs}
         for name in sorted(self.graph.outputs):
             if self.dims.get(name) != TOKENS:
                 return TokenFault(operation=name, reason="an output of the model has no sequence in dim 1")
+            if ranks[name] == 2:
+                reason = "an output has no dim behind the sequence, and losses reduce the last dim: return (B, T, 1)"
+                return TokenFault(operation=name, reason=reason)
         return None
 
     def _after(self, operation: tf.Operation) -> dict[str, Dims]:
