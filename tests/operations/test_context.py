@@ -344,7 +344,7 @@ def test_layers_that_compute_each_position_by_itself_pass_the_check():
     "index, message",
     [
         ((slice(None), 0), "combines the positions of a sequence"),
-        ((..., 0), "an output has no dim behind the sequence"),
+        ((..., 0), "no dim behind the sequence"),
     ],
 )
 def test_output_without_a_sequence_or_a_width_is_refused(index, message):
