@@ -29,6 +29,7 @@ SETTINGS = {
     "tables": ("table/embeddings", {}),
     "experts": (True, {}),
     "attention": ("flash", {}),
+    "context_attention": ("gather", {}),
     "chunked_cross_entropy": ("auto", {}),
     "gather_dtype": ("int8", {}),
 }

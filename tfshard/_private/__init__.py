@@ -80,6 +80,7 @@ from tfshard._private.functional import (
     packed_outputs,
     run_through,
     standardized_inputs,
+    without_input_spec,
 )
 from tfshard._private.functions import (
     around_function_calls,
@@ -316,6 +317,7 @@ __all__ = [
     "function_of_flow",
     "functional_init_arguments",
     "functional_of",
+    "without_input_spec",
     "give_separate_device",
     "give_unique_names",
     "give_unique_names_after",

@@ -18,6 +18,7 @@ decides the layouts of a model, once.
     network_sizes      the sizes of groups for a network
     parameter_analyzer `ParameterAnalyzer`: the policy of groups that users choose
     planner            the seam: the one module of the runtime that calls `tfshard.planning`, late
+    sequence_chunks    how a context axis splits the sequences of a batch
     boxes              the local shards of a device, as boxes of the variables' shapes
 """
 

@@ -23,6 +23,7 @@ from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_kind import VariableKind
 from tfshard.planning import (
     activation_traffic,
+    context_traffic,
     gather_counts,
     gradient_dtypes,
     linter,
@@ -235,6 +236,8 @@ def without_peak(
     microbatches = placement.config.microbatches
     called_on = variable_traffic.inputs_of_microbatch(microbatches, inputs, placement.mesh_shape)
     sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, called_on)
+    exchanged, why = context_traffic.plan(model_or_specs, placement, called_on)
+    sent = dataclasses.replace(sent, unknown=_joined(sent.unknown, why))
     statistics: list[variable_traffic.Collective] = []
     if isinstance(model_or_specs, keras.Model) and (found := statistics_traffic.statistics_of(model_or_specs)):
         if placement.mesh_shape.has_tensor_parallelism:
@@ -254,7 +257,7 @@ def without_peak(
         slots=slots,
         activations=[
             dataclasses.replace(each, count=each.count * microbatches.count)
-            for each in (*of_kinds, *sent.collectives, *statistics)
+            for each in (*of_kinds, *sent.collectives, *exchanged, *statistics)
         ],
         unknown=sent.unknown,
         uses=sent.uses,

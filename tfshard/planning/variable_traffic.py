@@ -94,7 +94,7 @@ def inputs_of_microbatch(microbatches: Microbatches, inputs: Any, mesh_shape: Ma
         if not len(leaf.shape):
             return leaf
         rows = leaf.shape[0]
-        devices = axes.data_size if rows % axes.data_size == 0 else 1
+        devices = axes.sample_shards if rows % axes.sample_shards == 0 else 1
         count = variable_layout.divisor_from(rows // devices, microbatches.count)
         return keras.KerasTensor((rows // count, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
 
