@@ -18,7 +18,7 @@ Callers take names from here (`_private.flatten_layers`). The modules group them
     epochs, weight_files             Keras: the epochs of a fit; weight files
     distributions                    Keras: the backend of `keras.distribution`
     saving                           both: which process writes checkpoints and models
-    hub                              KerasHub: the export to transformers
+    hub                              KerasHub: the export to transformers, and experts
     weak                             neither: weak collections that compare users' objects by identity
 """
 
@@ -80,6 +80,7 @@ from tfshard._private.functional import (
     packed_outputs,
     run_through,
     standardized_inputs,
+    without_input_spec,
 )
 from tfshard._private.functions import (
     around_function_calls,
@@ -137,7 +138,7 @@ from tfshard._private.graphs import (
     with_gradient,
     with_gradient_to,
 )
-from tfshard._private.hub import hub_weights_maps, replaced_weights_map
+from tfshard._private.hub import hub_weights_maps, is_expert_bank, replaced_weights_map
 from tfshard._private.instance_keys import instance_keys
 from tfshard._private.iterators import iterator_state, restore_iterator, stateful_operations
 from tfshard._private.losses import (
@@ -316,6 +317,7 @@ __all__ = [
     "function_of_flow",
     "functional_init_arguments",
     "functional_of",
+    "without_input_spec",
     "give_separate_device",
     "give_unique_names",
     "give_unique_names_after",
@@ -336,6 +338,7 @@ __all__ = [
     "is_called_by",
     "is_convolution",
     "is_eager",
+    "is_expert_bank",
     "is_of_arrays",
     "is_resource_variable",
     "is_seed_state",

@@ -128,7 +128,7 @@ NAMES = (
     }),
     # functional
     *_all("keras", "3.10", {
-        "src.models.functional": "Functional Functional._standardize_inputs",
+        "src.models.functional": "Functional Functional._manual_input_spec Functional._standardize_inputs",
         "src.models.sequential": "Sequential Sequential._functional",
         "src.ops.function": "Function._inputs_struct Function._outputs_struct Function._run_through_graph",
     }),

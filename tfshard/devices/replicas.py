@@ -214,10 +214,21 @@ def meet(mesh: dtensor.Mesh) -> None:
         if sizes.replicas > 1:
             zero = transfer.host_to_mesh(np.zeros(1, np.float32), (None,), mesh)
             _in_a_function(_all_reduce, zero, (None,), mesh)
+        if sizes.contexts > 1:
+            index = np.arange(sizes.data_size, dtype="float32")[:, np.newaxis] % sizes.contexts
+            stored = transfer.host_to_mesh(index, (sizes.data, None), mesh)
+            found = _in_a_function(_gathered_chunks, stored, (sizes.data, None), mesh)
+            size = sizes.contexts
+            device_order.check(found, sizes.data, mesh, lambda place: _places(place // size, size))
     _met.add(mesh.to_string())
 
 
 _met: set[str] = set()
+
+
+def _gathered_chunks(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    local = local_shards.parted(stored, axes, mesh)
+    return transfer.relayout(gathered_in_context(local, mesh), (None, None), mesh)
 
 
 def _places(number: int, count: int) -> slice:
@@ -398,6 +409,44 @@ def gathered_rows(row: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return tf.ensure_shape(rows, (size, *row.shape[1:]))
 
 
+def exchanged_in_context(rows: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Run an all-to-all between the devices that share sequences.
+
+    Args:
+        rows: `(contexts, ...)` on each device: a row for each device of the group. In a step that is being traced.
+        mesh: A mesh with a context axis.
+
+    Returns:
+        A tensor with the shape of `rows`: the row from each device of the group, in the order of their chunks.
+    """
+    allow_collectives()
+    return tf.raw_ops.CollectiveAllToAllV2(
+        input=rows,
+        group_size=axis_sizes(mesh).contexts,
+        **_common(_keys_of_contexts(mesh), mesh),
+    )
+
+
+def gathered_in_context(row: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Run an all-gather between the devices that share sequences.
+
+    Args:
+        row: `(1, ...)` on each device. In a step that is being traced.
+        mesh: A mesh with a context axis.
+
+    Returns:
+        `(contexts, ...)`, in the order of the chunks.
+    """
+    allow_collectives()
+    size = axis_sizes(mesh).contexts
+    rows = tf.raw_ops.CollectiveGatherV2(
+        input=row,
+        group_size=size,
+        **_common(_keys_of_contexts(mesh), mesh),
+    )
+    return tf.ensure_shape(rows, (size, *row.shape[1:]))
+
+
 def sum_over_devices(local: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Sum local tensors over all devices of the data axis by one all-reduce. Use this for small tensors.
 
@@ -502,6 +551,12 @@ def _keys_between_replicas(mesh: dtensor.Mesh) -> np.ndarray:
     """Return the group keys, by location, for the devices at the same position in each replica."""
     sizes = axis_sizes(mesh)
     return _keys(mesh, lambda index: index % sizes.shards, sizes.shards)
+
+
+def _keys_of_contexts(mesh: dtensor.Mesh) -> np.ndarray:
+    """Return the group keys, by location, for the devices that share sequences and hold the same model shards."""
+    sizes = axis_sizes(mesh)
+    return _keys(mesh, lambda index: index // sizes.contexts, sizes.sample_shards)
 
 
 def _keys_of_all(mesh: dtensor.Mesh) -> np.ndarray:

@@ -5,7 +5,7 @@ decides the layouts of a model, once.
 
     axes               names, sizes and roles of the axes of a mesh
     layout_map         path patterns to axes, columns and rows
-    variable_kind      `VariableKind`: an extension point for variables that no step reads in full
+    variable_kind      `VariableKind`: an extension point for variables that no device reads in full
     config             every setting of a strategy: `ShardingConfig`, `ZeroStage`, and the policies
     variable_layout    a variable's spec to its `VariableLayout`; `FlatForm`, the padded form
     shard_rows         an array with a row for each shard
@@ -18,6 +18,7 @@ decides the layouts of a model, once.
     network_sizes      the sizes of groups for a network
     parameter_analyzer `ParameterAnalyzer`: the policy of groups that users choose
     planner            the seam: the one module of the runtime that calls `tfshard.planning`, late
+    sequence_chunks    how a context axis splits the sequences of a batch
     boxes              the local shards of a device, as boxes of the variables' shapes
 """
 

@@ -23,6 +23,7 @@ from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_kind import VariableKind
 from tfshard.planning import (
     activation_traffic,
+    context_traffic,
     gather_counts,
     gradient_dtypes,
     linter,
@@ -56,6 +57,7 @@ def plan(
     compression: Any = None,
     tables: VariableKind | str | Sequence[str] | None = None,
     gather_dtype: DtypeByPath = None,
+    experts: bool | str | Sequence[str] = False,
 ) -> ShardingPlan:
     """Plan a model on a mesh, without a device and without a step.
 
@@ -82,6 +84,7 @@ def plan(
         compression: As for `tfshard.ShardedStrategy`.
         tables: As for `tfshard.ShardedStrategy`. The plan gives the largest possible traffic of tables.
         gather_dtype: As for `tfshard.ShardedStrategy`.
+        experts: As for `tfshard.ShardedStrategy`. The plan gives the largest possible traffic of tokens.
 
     Returns:
         The `ShardingPlan`. Its `refused` lists what `compile` would refuse in the model.
@@ -105,7 +108,10 @@ def plan(
     """
     sizes = model_specs.mesh_sizes(mesh_shape)
     specs = model_specs.specs_of(model_or_specs)
-    automatic, kinds = auto_layout.is_auto(layout_map), variable_kind.from_options(tables=tables)
+    automatic, kinds = (
+        auto_layout.is_auto(layout_map),
+        variable_kind.from_options(tables=tables, experts=experts),
+    )
     resolved = auto_layout.resolve(layout_map, model_or_specs, sizes)
     if automatic:
         resolved = variable_kind.without_kinds(resolved, kinds)
@@ -230,6 +236,8 @@ def without_peak(
     microbatches = placement.config.microbatches
     called_on = variable_traffic.inputs_of_microbatch(microbatches, inputs, placement.mesh_shape)
     sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, called_on)
+    exchanged, why = context_traffic.plan(model_or_specs, placement, called_on)
+    sent = dataclasses.replace(sent, unknown=_joined(sent.unknown, why))
     statistics: list[variable_traffic.Collective] = []
     if isinstance(model_or_specs, keras.Model) and (found := statistics_traffic.statistics_of(model_or_specs)):
         if placement.mesh_shape.has_tensor_parallelism:
@@ -237,21 +245,19 @@ def without_peak(
             sent = dataclasses.replace(sent, unknown=_joined(sent.unknown, more))
         else:
             statistics = statistics_traffic.collectives(found, placement.mesh_shape)
+    of_kinds = [
+        each
+        for kind, layouts in placement.kinds().items()
+        for each in kind.collectives(
+            model_or_specs, layouts, placement.mesh_shape, optimizer=optimizer, inputs=called_on
+        )
+    ]
     return ShardingPlan.from_placement(
         placement,
         slots=slots,
         activations=[
-            *(
-                each
-                for kind, layouts in placement.kinds().items()
-                for each in kind.collectives(
-                    model_or_specs, layouts, placement.mesh_shape, optimizer=optimizer, inputs=inputs
-                )
-            ),
-            *(
-                dataclasses.replace(each, count=each.count * microbatches.count)
-                for each in (*sent.collectives, *statistics)
-            ),
+            dataclasses.replace(each, count=each.count * microbatches.count)
+            for each in (*of_kinds, *sent.collectives, *exchanged, *statistics)
         ],
         unknown=sent.unknown,
         uses=sent.uses,

@@ -25,7 +25,7 @@ from tfshard.graph import model_graph, traced_loss
 from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
-from tfshard.operations import activations, blocks, cross_entropies, loops
+from tfshard.operations import activations, blocks, context_parallel, cross_entropies, loops
 from tfshard.planning import local_shares, variable_traffic
 from tfshard.storage import graph_edits, recomputing, steps, unshard_schedule
 from tfshard.storage.barrier import Barrier
@@ -221,6 +221,9 @@ class Tracer:
             if isinstance(model, keras.Model):
                 if recompute is not None:
                     stack.enter_context(blocks.marked(model, recompute))
+                if self._mesh_shape.contexts > 1:
+                    inputs = context_parallel.in_rows(inputs, self._mesh_shape.contexts)
+                    stack.enter_context(context_parallel.any_length([model]))
                 tensors = model_graph.local_inputs(model, inputs, self._devices)
                 gradients = self._differentiate(functools.partial(traced_loss.loss_of_model, model, tensors))
             else:

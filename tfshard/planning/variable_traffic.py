@@ -94,7 +94,7 @@ def inputs_of_microbatch(microbatches: Microbatches, inputs: Any, mesh_shape: Ma
         if not len(leaf.shape):
             return leaf
         rows = leaf.shape[0]
-        devices = axes.data_size if rows % axes.data_size == 0 else 1
+        devices = axes.sample_shards if rows % axes.sample_shards == 0 else 1
         count = variable_layout.divisor_from(rows // devices, microbatches.count)
         return keras.KerasTensor((rows // count, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
 
@@ -427,9 +427,9 @@ def coded_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int | 
 def gradient_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int], *, scattered: bool) -> int:
     """Return the bytes of a gradient on one device, as a shard or as the backward pass makes it.
 
-    The gradient of a variable of a kind has the parts that the step read, which count as activations.
+    The gradient of a variable of a `PartialKind` has the parts that the step read, which count as activations.
     """
-    if layout.kind is not None:
+    if layout.partial_kind is not None:
         return 0
     if scattered and layout.splits:
         shape, axes = layout.spec.shape, layout.sharded

@@ -118,8 +118,8 @@ class StorageFormat(abc.ABC):
     def of(layout: VariableLayout, mesh: dtensor.Mesh) -> "StorageFormat":
         """Return the format of the storage for a variable of this layout."""
         format: StorageFormat
-        if layout.kind is not None:
-            format = layout.kind.format(layout, mesh)
+        if layout.partial_kind is not None:
+            format = layout.partial_kind.format(layout, mesh)
             return format
         unpacked, flat = Unpacked, Flat
         if layout.stored_dtype == "bfloat16":

@@ -320,10 +320,10 @@ class ShardedVariable(VariableSurface):
 
         A microbatch with a reduction that waits for the last microbatch keeps the local gradient. With replicas, or
         with a reduction in the layout, the step reduces gradients by a custom function. Returns None if DTensor reduces
-        the gradient.
+        the gradient, and for a variable of a kind, whose gradient is not reduced.
         """
         step = steps.current()
-        if step is None or not self._trainable:
+        if step is None or not self._trainable or self.layout.kind is not None:
             return None
         custom_reduction = self.layout.reduction is not None or is_added_up_by_replicas(
             self.layout, axis_sizes(self.mesh)
@@ -445,7 +445,7 @@ class ShardedVariable(VariableSurface):
 
     def _dense(self, sparse: tf.IndexedSlices | tf.Tensor) -> tf.Tensor:
         update = steps.open_update()
-        part = None if update is None or self.layout.kind is None else update.part
+        part = None if update is None or self.layout.partial_kind is None else update.part
         if part is None or not isinstance(sparse, tf.IndexedSlices):
             return super()._dense(sparse)
         return part.dense(self.storage, sparse)

@@ -16,7 +16,14 @@ from tfshard.errors import NumericsWarning, StrategyError, warn
 from tfshard.graph import inventory
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import VariableSpec
-from tfshard.operations import assignments, chunked_cross_entropy, compiled_updates, partial_sums, rewrites
+from tfshard.operations import (
+    assignments,
+    chunked_cross_entropy,
+    compiled_updates,
+    context_parallel,
+    partial_sums,
+    rewrites,
+)
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.steps import ReduceGradient, current, is_outside, step_scope, update_scope
@@ -232,8 +239,9 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             _warn_of_sparse(var, optimizer)
             if batch is not None and isinstance(args[0], tf.Tensor):
                 batch.note(var, args[0])
-        if var.layout.kind is not None:
-            return var.layout.kind.update(var, fn, tuple(args), optimizer)
+        kind = var.layout.partial_kind
+        if kind is not None:
+            return kind.update(var, fn, tuple(args), optimizer)
         if var.storage.format.packed and optimizer_kinds.is_elementwise(optimizer):
             if not var.storage.is_group:
                 return group_update.run_alone(var, fn, tuple(args), optimizer, compiled_updates.run)
@@ -264,7 +272,9 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         """Open a step in this context, to run or to trace it."""
         strategy = self._container_strategy()
         mesh_tensors.note_step()
+        models = list(strategy.attached) if strategy.mesh_shape.contexts > 1 else []
         with (
+            context_parallel.any_length(models),
             strategy.scope(),
             _ReplicaContext(strategy),
             step_scope(

@@ -31,6 +31,7 @@ from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
 from tfshard.layouts.config import (
     AttentionChoice,
     ChunkedCrossEntropy,
+    ContextAttention,
     Microbatches,
     Offload,
     Precision,
@@ -116,10 +117,15 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         tables: The embedding tables that are sharded by rows at every stage. A step reads and updates only the rows it
             looks up, and never gathers a table. A `tfshard.EmbeddingTables`, or patterns of the tables' paths for
             updates as in Keras (docs/tables.md).
+        experts: True: the batch axis shards the experts of mixtures of experts at every stage, and tokens go to the
+            devices of their experts (docs/experts.md). For `tfshard.layers.MixtureOfExperts` and KerasHub's Mixtral,
+            Qwen MoE and GPT-OSS models. Regular expressions of the paths of the experts' variables choose some of them.
         attention: How attention of Keras and KerasHub is computed in compiled steps. `"flash"`: in blocks of queries
             and keys with an online softmax, in memory that is linear in the sequence (Dao 2023, "FlashAttention-2").
             `"math"`: with a score for each pair of a query and a key, as in Keras. `"auto"`: in blocks from 1,024
             queries by 1,024 keys. What is not computed in blocks is in docs/attention.md.
+        context_attention: How devices of a context axis compute attention. `"ulysses"`: they exchange heads for
+            positions; the axis must divide the heads. `"gather"`: they gather keys and values, of any number of heads.
         chunked_cross_entropy: The tokens of a chunk in which each device computes the cross entropy of the model's last
             projection and its gradient, from hidden states and kernel. No device then holds all its logits. `"auto"`
             takes chunks only where a device's logits are large (docs/stages.md); `strategy.report` says what it chose.
@@ -168,6 +174,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         attention: str = "auto",
         chunked_cross_entropy: int | str | None = None,
         gather_dtype: DtypeByPath = None,
+        experts: bool | str | Sequence[str] = False,
+        context_attention: str = "ulysses",
     ):
         readiness.check_process()
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
@@ -190,7 +198,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             already_sharded=already_sharded,
             reduction=gradient_reduction.from_option(compression),
             attention=AttentionChoice.from_option(attention),
-            kinds=variable_kind.from_options(tables=tables),
+            kinds=variable_kind.from_options(tables=tables, experts=experts),
+            context_attention=ContextAttention.from_option(context_attention),
             chunked_cross_entropy=ChunkedCrossEntropy.from_option(chunked_cross_entropy),
         )
         self._start(mesh, config)
