@@ -510,7 +510,7 @@ MUTATIONS = [
     Mutation(
         area="unshard schedule",
         function="tfshard.storage.unshard_schedule:arrange",
-        old="        sent = sent_dtypes(uses)\n",
+        old="        sent = {key: dtype for key, dtype in narrow.items() if key not in coded}\n",
         new="        sent = {}\n",
         what="gathers send float32 under mixed precision",
         killed_by="tests/storage/test_unshard_schedule.py::test_gathers_send_the_compute_dtype[mixed_bfloat16-{'batch': 4}]",
@@ -1034,6 +1034,51 @@ MUTATIONS = [
         killed_by="tests/storage/test_slot_dtype.py::test_blocks_are_of_what_a_device_holds[batch2_model2-3]",
     ),
     Mutation(
+        area="gathers in codes",
+        function="tfshard.storage.storage:Storage.codes",
+        old="        return None if is_written or not steps.rounds_gathers() else self.format.codes\n",
+        new="        return self.format.codes if steps.rounds_gathers() else None\n",
+        what="a constraint stores what it reads rounded",
+        killed_by="tests/storage/test_gather_dtype.py::test_updates_never_round_stored_parameters[sgd-groups]",
+    ),
+    Mutation(
+        area="gathers in codes",
+        function="tfshard.storage.steps:rounds_gathers",
+        old=" and here_.update is None\n",
+        new="\n",
+        what="an optimizer that reads full parameters stores them rounded",
+        killed_by="tests/storage/test_gather_dtype.py::test_updates_never_round_stored_parameters[rewriting-groups]",
+    ),
+    Mutation(
+        area="gathers in codes",
+        function="tfshard.storage.rounded_writes:exact_value",
+        old="    if not _is_made_of(value, reads, ON_THE_WAY | _ELEMENTWISE):\n",
+        new="    if value is not None:\n",
+        what="a step of a user's own adds to a rounded value",
+        killed_by=(
+            "tests/storage/test_gather_dtype.py::test_traced_steps_round_and_eager_steps_and_assignments_do_not[alone]"
+        ),
+    ),
+    Mutation(
+        area="gathers in codes",
+        function="tfshard.storage.unshard_schedule:is_on_the_way",
+        old=" or _private.has_mark(operation, replicas.CODED)\n",
+        new="\n",
+        what="parameters that were gathered in codes stay decoded",
+        killed_by="tests/storage/test_gather_dtype.py::test_a_step_sends_the_planned_bytes[alone-batch4-int8]",
+    ),
+    Mutation(
+        area="gathers in codes",
+        function="tfshard.devices.replicas:_gather_codes",
+        old="        line = tf.reshape(tf.transpose(local, first) if dim else local, (1, -1))\n",
+        new="        line = tf.reshape(local, (1, -1))\n",
+        what="shards by columns are joined as if by rows",
+        killed_by=(
+            "tests/storage/test_gather_dtype.py::"
+            "test_training_matches_one_device_with_rounded_weights[a kernel sharded by columns]"
+        ),
+    ),
+    Mutation(
         area="planning",
         function="tfshard.planning.variable_traffic:Reductions.dtype_of",
         old="        return self.dtypes.get(spec.path, spec.dtype)\n",
@@ -1468,7 +1513,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        function="tfshard.devices.replicas:gather",
+        function="tfshard.devices.replicas:_joined",
         old="rows = tf.transpose(rows, [first.index(each) for each in range(len(shard))])",
         new="rows = tf.reshape(rows, [rows.shape[first.index(number)] for number in range(len(shard))])",
         what="what is sharded in a later dim keeps its order of the gather",
@@ -1476,7 +1521,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        function="tfshard.devices.replicas:gather",
+        function="tfshard.devices.replicas:_joined",
         old="        rows = transfer.relayout(rows, (None,) * len(shard), mesh)\n    left",
         new="    left",
         what="what was gathered has the layout of what uses it",
@@ -1596,7 +1641,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        function="tfshard.contrib.compression.gradient_codes:encode",
+        function="tfshard.devices.block_codes:encode",
         old="codes = tf.round(",
         new="codes = tf.floor(",
         what="codes are rounded down",
@@ -1659,8 +1704,24 @@ MUTATIONS = [
         killed_by="tests/contrib/compression/test_compression_advice.py::test_the_time_is_that_of_the_bytes",
     ),
     Mutation(
+        area="experts",
+        function="tfshard.contrib.experts.routes:_kept",
+        old="tf.cumsum(by_choice, axis=0, exclusive=True)",
+        new="tf.cumsum(by_choice, axis=0, exclusive=True) // 2",
+        what="experts take more items than their capacity",
+        killed_by="tests/contrib/experts/test_experts.py::test_a_capacity_drops_the_tokens_that_one_device_drops",
+    ),
+    Mutation(
+        area="experts",
+        function="tfshard.contrib.experts.parallel_experts:SharedExperts.gradient_of",
+        old="return self._joined(tf.stack(of_experts))",
+        new="return self._joined(tf.stack(of_experts[::-1]))",
+        what="local experts get each other's gradients",
+        killed_by="tests/contrib/experts/test_experts.py::test_a_capacity_drops_the_tokens_that_one_device_drops",
+    ),
+    Mutation(
         area="embedding tables",
-        function="tfshard.contrib.embedding_tables.exchanges:Lists.to",
+        function="tfshard.devices.uneven_exchanges:chosen",
         old="tf.cast(tf.constant(sizes, tf.int64) < longest, tf.int64)",
         new="tf.cast(tf.constant(sizes, tf.int64) < longest - 1, tf.int64)",
         what="lists that devices send each other have no room for their last item",

@@ -27,9 +27,11 @@ SETTINGS = {
     "offload": ("slots", {}),
     "compression": ("int8", {}),
     "tables": ("table/embeddings", {}),
+    "experts": (True, {}),
     "attention": ("flash", {}),
     "context_attention": ("gather", {}),
     "chunked_cross_entropy": ("auto", {}),
+    "gather_dtype": ("int8", {}),
 }
 pytestmark = pytest.mark.filterwarnings("ignore::tfshard.errors.LayoutWarning")
 
@@ -41,6 +43,7 @@ def build() -> keras.Model:
     x = keras.layers.Flatten()(keras.layers.Embedding(512, 32, name="table")(inputs))
     x = keras.layers.Dense(256, "tanh", name="hidden")(x)
     x = keras.layers.BatchNormalization()(x)
+    x = tfshard.layers.MixtureOfExperts(4, 8, name="mixture")(x)
     return keras.Model(inputs, keras.layers.Dense(5, name="out")(x))
 
 

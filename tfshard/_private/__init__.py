@@ -18,7 +18,7 @@ Callers take names from here (`_private.flatten_layers`). The modules group them
     epochs, weight_files             Keras: the epochs of a fit; weight files
     distributions                    Keras: the backend of `keras.distribution`
     saving                           both: which process writes checkpoints and models
-    hub                              KerasHub: the export to transformers
+    hub                              KerasHub: the export to transformers, and experts
     weak                             neither: weak collections that compare users' objects by identity
 """
 
@@ -114,12 +114,14 @@ from tfshard._private.graphs import (
     function_of_flow,
     graph_is_branch,
     graph_is_loop,
+    has_mark,
     is_called_by,
     is_recorded,
     is_stateful,
     keeps_lengths,
     known_branches,
     lists_with_known_elements,
+    marked,
     operation_types,
     outer_graph,
     record_outside_access,
@@ -136,7 +138,7 @@ from tfshard._private.graphs import (
     with_gradient,
     with_gradient_to,
 )
-from tfshard._private.hub import hub_weights_maps, replaced_weights_map
+from tfshard._private.hub import hub_weights_maps, is_expert_bank, replaced_weights_map
 from tfshard._private.instance_keys import instance_keys
 from tfshard._private.iterators import iterator_state, restore_iterator, stateful_operations
 from tfshard._private.losses import (
@@ -322,6 +324,7 @@ __all__ = [
     "given_name",
     "global_seed_generator",
     "gradients_without_optionals",
+    "has_mark",
     "has_onednn",
     "graph_is_branch",
     "graph_is_loop",
@@ -335,6 +338,7 @@ __all__ = [
     "is_called_by",
     "is_convolution",
     "is_eager",
+    "is_expert_bank",
     "is_of_arrays",
     "is_resource_variable",
     "is_seed_state",
@@ -354,6 +358,7 @@ __all__ = [
     "loss_count",
     "make_dtensor_synchronous",
     "make_step_function",
+    "marked",
     "keras_logits",
     "mask_of",
     "metric_function",

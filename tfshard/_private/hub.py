@@ -1,4 +1,4 @@
-"""KerasHub's export of models to the format of Hugging Face transformers."""
+"""KerasHub's export of models to the format of Hugging Face transformers, and its layers with experts."""
 
 import contextlib
 import importlib
@@ -39,3 +39,19 @@ def replaced_weights_map(backbone: keras.Model, replacement: Callable[..., dict[
         yield
     finally:
         maps[name] = original
+
+
+# The layers that compute all experts of a mixture for all tokens: `(tokens, width)` to `(experts, tokens, width)`. The
+# first dim of each of their variables is the expert.
+_EXPERT_BANKS = (
+    "GptOssExperts",
+    "MixtralMoeExperts",
+    "Qwen3MoeExperts",
+    "Qwen3_5MoeExperts",
+    "QwenMoeExperts",
+)
+
+
+def is_expert_bank(layer: keras.Layer) -> bool:
+    """Return whether a layer is one of KerasHub's layers with all experts of a mixture of experts."""
+    return type(layer).__name__ in _EXPERT_BANKS and type(layer).__module__.startswith("keras_hub.")

@@ -31,6 +31,7 @@ A *client* is one of several processes that train together. A single process is 
     gathers       the collective for a gather on each mesh
     merges        the all-reduces to merge
     reductions    the dtype of gradient sums
+    uneven_exchanges  all-to-all of lists with lengths that only the step knows
     replicas      collectives within a replica and between replicas
     expansions    operations without a DTensor expansion, computed in full on every device
 """

@@ -5,12 +5,14 @@ decides the layouts of a model, once.
 
     axes               names, sizes and roles of the axes of a mesh
     layout_map         path patterns to axes, columns and rows
-    variable_kind      `VariableKind`: an extension point for variables that no step reads in full
+    variable_kind      `VariableKind`: an extension point for variables that no device reads in full
     config             every setting of a strategy: `ShardingConfig`, `ZeroStage`, and the policies
     variable_layout    a variable's spec to its `VariableLayout`; `FlatForm`, the padded form
     shard_rows         an array with a row for each shard
     gradient_reduction `GradientReduction`: the extension point for reductions that DTensor does not have
+    dtype_rules        dtypes that users choose by patterns of paths
     slot_dtypes        the dtype in which the optimizer slots of each variable are stored
+    gather_dtypes      the dtype in which a step gathers the shards of each parameter
     groups             which small variables share a buffer
     placement          `ModelPlacement`: the layout of each variable of a model, and of each slot
     network_sizes      the sizes of groups for a network

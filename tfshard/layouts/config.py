@@ -13,9 +13,11 @@ from typing import Any
 from tfshard.errors import StrategyError
 from tfshard.layouts import variable_kind
 from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.dtype_rules import DtypeByPath
+from tfshard.layouts.gather_dtypes import GatherDtypes
 from tfshard.layouts.gradient_reduction import OPTION_NAME, GradientReduction
 from tfshard.layouts.layout_map import LayoutMap
-from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
+from tfshard.layouts.slot_dtypes import SlotDtypes
 from tfshard.layouts.variable_kind import VariableKind
 
 REDUCE_DTYPES = ("float32", "bfloat16")
@@ -160,18 +162,22 @@ class ReshardPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of reductions and of stored slots.
+    """The dtypes of reductions, of stored slots and of gathers.
 
     Attributes:
         reduce_dtype: The dtype in which devices add up bfloat16 gradients.
         slot_dtypes: The dtype in which each variable's optimizer slots are stored.
+        gather_dtypes: The dtype in which each parameter is gathered.
     """
 
     reduce_dtype: str = "float32"
     slot_dtypes: SlotDtypes = SlotDtypes()
+    gather_dtypes: GatherDtypes = GatherDtypes()
 
     @classmethod
-    def from_options(cls, reduce_dtype: str = "float32", slot_dtype: SlotDtype = None) -> "Precision":
+    def from_options(
+        cls, reduce_dtype: str = "float32", slot_dtype: DtypeByPath = None, gather_dtype: DtypeByPath = None
+    ) -> "Precision":
         """Check and pack a user's options.
 
         Raises:
@@ -179,7 +185,11 @@ class Precision:
         """
         if reduce_dtype not in REDUCE_DTYPES:
             raise StrategyError(f"reduce_dtype must be one of {REDUCE_DTYPES}. Received: {reduce_dtype!r}")
-        return cls(reduce_dtype=reduce_dtype, slot_dtypes=SlotDtypes.of(slot_dtype))
+        return cls(
+            reduce_dtype=reduce_dtype,
+            slot_dtypes=SlotDtypes.of(slot_dtype),
+            gather_dtypes=GatherDtypes.of(gather_dtype),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -360,6 +370,13 @@ class ShardingConfig:
                 "analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. "
                 f"Received: analyzer={self.analyzer!r} (of type {type(self.analyzer)})"
             )
+        if self.precision.gather_dtypes.rounds and not self.zero_stage.shard_params:
+            raise StrategyError(
+                "gather_dtype needs zero_stage=3, where devices keep exact shards of parameters. At stage 0 nothing is "
+                "gathered. At stages 1 and 2 the gathered parameters are the only copy: the roundings of all steps "
+                f"would add up. Received: gather_dtype={dict(self.precision.gather_dtypes.rules)}, "
+                f"zero_stage={self.zero_stage}"
+            )
 
     def check_mesh(self, axes: MeshAxes) -> None:
         """Check that a mesh with `axes` can carry out the settings.
@@ -386,7 +403,7 @@ class ShardingConfig:
             "attention='math'": self.attention is AttentionChoice.MATH,
             "sequence_parallel=True": self.sequence_parallel,
             "already_sharded=True": self.already_sharded,
-            "tables=": bool(self.kinds),
+            "tables= or experts=": bool(self.kinds),
             "compression=": self.reduction is not None,
         }
         for setting, is_set in refused.items():

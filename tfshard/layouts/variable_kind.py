@@ -1,8 +1,9 @@
-"""VariableKind: an extension point for variables that no step reads in full.
+"""VariableKind: an extension point for variables that no device reads in full.
 
 A step gathers an ordinary variable, computes with the full value, and updates all of it. An extension may define
-another kind of variable: a subclass of `VariableKind` says which variables are of the kind, and how devices store, read
-and update them. `register` gives the kind an option of `tfshard.ShardedStrategy` and `tfshard.plan`.
+another kind of variable: a subclass of `VariableKind` says which variables are of the kind, and a `PartialKind` also
+how devices store, read and update them. `register` gives the kind an option of `tfshard.ShardedStrategy` and
+`tfshard.plan`.
 
 `ShardingConfig.kinds` holds the kinds that a user chose. `VariableLayout.kind` is the kind of one variable. The core
 asks only whether a layout has a kind, and calls the methods of the kind. Some arguments and results belong to packages
@@ -25,7 +26,11 @@ class VariableKind(abc.ABC):
     files.
 
     The batch axis shards the first dim of every variable of a kind at every ZeRO stage, and of the slots of the same
-    shape. The variable joins no group, and the kind sends its gradient.
+    shape. The variable joins no group, and no device reduces its gradient over the batch axis.
+
+    A step reads a variable of a plain `VariableKind` as a tensor that the batch axis shards, and each device computes
+    with its local shard. The gradient and the update have the same layout. A `PartialKind` reads and updates parts of
+    the local shards.
 
     Attributes:
         option_name: The name of the option that chooses the kind, such as `"tables"`.
@@ -74,6 +79,45 @@ class VariableKind(abc.ABC):
             slot_dtype: The dtype in which the slots would be stored; None for the dtype of the slots.
         """
 
+    # --- how steps use a variable
+
+    @abc.abstractmethod
+    def install(self, variable: Any) -> None:
+        """Patch a Keras variable, so that layers read the variable through this kind (layer_patch.py)."""
+
+    @abc.abstractmethod
+    def check_optimizer(self, optimizer: Any, variable: Any) -> None:
+        """Raise `StrategyError` if an optimizer cannot update a variable.
+
+        Args:
+            optimizer: The Keras optimizer.
+            variable: The Keras variable.
+        """
+
+    # --- what plans and checks ask
+
+    @abc.abstractmethod
+    def collectives(
+        self, model: Any, planned: Sequence[Any], mesh_shape: Mapping[str, int], *, optimizer: Any, inputs: Any
+    ) -> Sequence[Any]:
+        """Predict the collectives of a step for the variables of this kind, as `planning` collectives.
+
+        Args:
+            model: A built model, or a list of specs.
+            planned: The `VariableLayout` of each variable of this kind.
+            mesh_shape: Axis name to size.
+            optimizer: As for `tfshard.plan`.
+            inputs: As for `tfshard.plan`.
+        """
+
+    @abc.abstractmethod
+    def check_verifiable(self) -> None:
+        """Raise `StrategyError` if a step of this kind never matches Keras on one device (`tfshard.verify`)."""
+
+
+class PartialKind(VariableKind):
+    """A kind of variable that steps read and update by parts, and never as one tensor."""
+
     @abc.abstractmethod
     def stored_shape(self, shape: tuple[int, ...], axes: MeshAxes) -> tuple[int, ...]:
         """Return the shape of the stored tensor, with padding so that the batch axis divides the first dim.
@@ -92,27 +136,12 @@ class VariableKind(abc.ABC):
             mesh: The DTensor mesh.
         """
 
-    # --- how steps use a variable
-
     @abc.abstractmethod
     def begin_step(self, record: Any) -> Any:
         """Return the `KindState` of a step, before the step uses a variable of this kind.
 
         Args:
             record: The `StepRecord`.
-        """
-
-    @abc.abstractmethod
-    def install(self, variable: Any) -> None:
-        """Patch a Keras variable, so that layers read the variable through this kind (layer_patch.py)."""
-
-    @abc.abstractmethod
-    def check_optimizer(self, optimizer: Any, variable: Any) -> None:
-        """Raise `StrategyError` if an optimizer cannot update a variable.
-
-        Args:
-            optimizer: The Keras optimizer.
-            variable: The Keras variable.
         """
 
     @abc.abstractmethod
@@ -137,26 +166,6 @@ class VariableKind(abc.ABC):
             StrategyError: A step cannot assign variables of this kind.
         """
 
-    # --- what plans and checks ask
-
-    @abc.abstractmethod
-    def collectives(
-        self, model: Any, planned: Sequence[Any], mesh_shape: Mapping[str, int], *, optimizer: Any, inputs: Any
-    ) -> Sequence[Any]:
-        """Predict the collectives of a step for the variables of this kind, as `planning` collectives.
-
-        Args:
-            model: A built model, or a list of specs.
-            planned: The `VariableLayout` of each variable of this kind.
-            mesh_shape: Axis name to size.
-            optimizer: As for `tfshard.plan`.
-            inputs: As for `tfshard.plan`.
-        """
-
-    @abc.abstractmethod
-    def check_verifiable(self) -> None:
-        """Raise `StrategyError` if a step of this kind never matches Keras on one device (`tfshard.verify`)."""
-
 
 # Extension point: the kind of each option of `tfshard.ShardedStrategy` and `tfshard.plan`.
 _registered: dict[str, type[VariableKind]] = {}
@@ -168,12 +177,18 @@ def register(kind: type[VariableKind]) -> None:
 
 
 def from_options(**options: Any) -> tuple[VariableKind, ...]:
-    """Return the kinds that a user chose, by the names of their options. None chooses no kind.
+    """Return the kinds that a user chose, by the names of their options. None and False choose no kind.
 
     Raises:
         StrategyError: A value does not fit its option.
     """
-    return tuple(_registered[name].from_option(given) for name, given in options.items() if given is not None)
+    chosen = {name: given for name, given in options.items() if not (given is None or given is False)}
+    return tuple(_registered[name].from_option(given) for name, given in chosen.items())
+
+
+def keeps_gradients(option: str) -> bool:
+    """Return whether gradients of an option's variables stay on the devices that compute them."""
+    return not issubclass(_registered.get(option, PartialKind), PartialKind)
 
 
 def without_kinds(layout_map: LayoutMap, kinds: Sequence[VariableKind]) -> LayoutMap:

@@ -15,7 +15,7 @@ from tfshard.layouts.config import ShardingConfig
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.shard_rows import ShardRows
-from tfshard.layouts.variable_kind import VariableKind
+from tfshard.layouts.variable_kind import PartialKind, VariableKind
 
 Axes = tuple[str | None, ...]
 
@@ -25,6 +25,8 @@ REPLICATED_BELOW_BYTES = 1 << 20
 # Elements that share a scale if stored in 8 bits, and the bytes of a block: a code for each element, and the scale.
 BLOCK_ELEMENTS = 256
 BLOCK_BYTES = BLOCK_ELEMENTS + 4
+# The words of four bytes in which devices send a block.
+BLOCK_WORDS = BLOCK_BYTES // 4
 
 # Smaller gradients are reduced together with others, even on a mesh with replicas.
 LEAST_BY_REPLICAS_BYTES = 1 << 16
@@ -186,6 +188,8 @@ class VariableLayout:
         group: The number of the group that shares `flat`; None for an ungrouped variable.
         member: The index among the members of `flat`.
         slot_dtype: The dtype in which the moments of the variable are stored; None if they keep their dtype.
+        gather_dtype: The dtype of codes in which steps gather the stored variable, with a scale for each block of one
+            device's shard. None: its elements as they are.
         stored_dtype: The dtype in which the variable is stored; None for its dtype. `"int8"`: 8-bit codes, in blocks
             with a scale.
         slots_on_host: True if the host of accelerators stores the moments of the variable, as far as devices update
@@ -193,7 +197,7 @@ class VariableLayout:
         on_host: True if the host stores the variable.
         reduction: How devices reduce the gradient (`GradientReduction.choose`); None if DTensor or replicas reduce it.
         kind: The kind of the variable or of the slot's variable (variable_kind.py). None: steps read the full variable.
-        kind_shape: The shape of the stored tensor of a variable of a kind, with padding; None for other variables.
+        kind_shape: The shape of the stored tensor of a variable of a `PartialKind`, with padding; None for others.
     """
 
     spec: VariableSpec
@@ -206,6 +210,7 @@ class VariableLayout:
     group: int | None = None
     member: int = 0
     slot_dtype: str | None = None
+    gather_dtype: str | None = None
     stored_dtype: str | None = None
     slots_on_host: bool = False
     on_host: bool = False
@@ -218,6 +223,11 @@ class VariableLayout:
         if self.stored_dtype == "int8":
             return -(-elements // BLOCK_ELEMENTS) * BLOCK_BYTES
         return elements * itemsize(self.stored_dtype or self.spec.dtype)
+
+    @property
+    def partial_kind(self) -> PartialKind | None:
+        """The kind, if steps read and update parts of the variable only."""
+        return self.kind if isinstance(self.kind, PartialKind) else None
 
     @property
     def grouped(self) -> bool:
@@ -288,6 +298,7 @@ class VariableLayout:
             store_sharded=self.update_sharded,
             stored_dtype=self.slot_dtype if narrow else None,
             slot_dtype=None,
+            gather_dtype=None,
             slots_on_host=False,
             reduction=None,
             on_host=self.slots_on_host and is_moment and self.update_sharded and self.splits,
@@ -315,7 +326,7 @@ def plan_variable(
     kind = config.kind_at(spec.path)
     if kind is not None:
         kind.check_variable(spec, match, mesh_axes, slot_dtype)
-        return _of_kind(spec, kind, mesh_axes)
+        return _of_kind(spec, kind, config, mesh_axes, slot_dtype)
     axes: Axes = match[1] if match else (None,) * len(spec.shape)
     if match is not None:
         _check_divides(spec, match[0], axes, mesh_axes)
@@ -345,6 +356,7 @@ def plan_variable(
         update_sharded=shard_slots,
         reduce_scatter=eligible and (zero_stage.shard_grads or stored_by_rule),
         slot_dtype=slot_dtype,
+        gather_dtype=None if slot else config.precision.gather_dtypes.of_variable(spec),
         slots_on_host=config.offload.slots and spec.trainable,
     )
 
@@ -356,19 +368,25 @@ def _is_stored_by_rule(config: ShardingConfig, match: tuple[str, Axes] | None, d
     return config.layout_map[match[0]].stores
 
 
-def _of_kind(spec: VariableSpec, kind: VariableKind, mesh_axes: MeshAxes) -> VariableLayout:
+def _of_kind(
+    spec: VariableSpec, kind: VariableKind, config: ShardingConfig, mesh_axes: MeshAxes, slot_dtype: str | None
+) -> VariableLayout:
     """Return the layout of a variable of a kind, which is the same at every stage."""
     undivided = (None,) * len(spec.shape)
+    by_rows = (mesh_axes.data, *undivided[1:]) if mesh_axes.data_size > 1 else None
+    is_partial = isinstance(kind, PartialKind)
     return VariableLayout(
         spec=spec,
-        compute=undivided,
-        sharded=(mesh_axes.data, *undivided[1:]) if mesh_axes.data_size > 1 else None,
+        compute=undivided if is_partial or by_rows is None else by_rows,
+        sharded=by_rows if is_partial else None,
         flat=None,
         store_sharded=True,
         update_sharded=True,
         reduce_scatter=False,
+        slot_dtype=None if is_partial else slot_dtype,
+        slots_on_host=not is_partial and config.offload.slots and spec.trainable,
         kind=kind.for_layouts,
-        kind_shape=kind.stored_shape(spec.shape, mesh_axes),
+        kind_shape=kind.stored_shape(spec.shape, mesh_axes) if isinstance(kind, PartialKind) else None,
     )
 
 

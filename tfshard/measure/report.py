@@ -14,7 +14,7 @@ from tfshard import _private, tables
 from tfshard.devices import transfer
 from tfshard.errors import StrategyError, warn
 from tfshard.graph import inventory, model_specs
-from tfshard.layouts import variable_layout
+from tfshard.layouts import variable_kind, variable_layout
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.config import ZeroStage
 from tfshard.layouts.gradient_reduction import OPTION_NAME
@@ -271,11 +271,13 @@ class Report:
         parameters = [row for row in self.variables if row.kind == "parameter"]
         counts = collections.Counter(row.reduced_by for row in parameters)
         usual = [row for row in parameters if row.reduced_by is None]
-        sentences = [
-            f"{option} reduces the gradients of {count} {'variable' if count == 1 else 'variables'}."
-            for option, count in counts.items()
-            if option is not None
-        ]
+        sentences = []
+        for option, count in counts.items():
+            text = f"the gradients of {count} {'variable' if count == 1 else 'variables'}"
+            if option is not None and variable_kind.keeps_gradients(option.removesuffix("=")):
+                sentences.append(f"With {option}, {text} stay on the devices that store the variables.")
+            elif option is not None:
+                sentences.append(f"{option} reduces {text}.")
         if usual or not sentences:
             sentences.append(self._usually_reduced_text(usual, "other " if sentences else ""))
         return " ".join(sentences)

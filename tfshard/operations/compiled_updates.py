@@ -139,7 +139,7 @@ class _BufferPlaceholders:
         self.writes[storage] = variable, value
 
     def _buffer_of(self, variable: ShardedVariable) -> Storage:
-        if variable.layout.kind is not None:
+        if variable.layout.partial_kind is not None:
             raise _NotLocalError(f"variable '{variable.path}' is stored in rows of a table")
         if not self._scope.is_buffer(variable.storage):
             raise _NotLocalError(f"it needs variable '{variable.path}' in full")

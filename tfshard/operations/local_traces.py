@@ -38,7 +38,7 @@ class BlockVariables:
 
     def read(self, variable: Any) -> tf.Tensor:
         if variable.layout.kind is not None:
-            raise NotByRowsError(f"variable '{variable.path}' is stored in rows of a table")
+            raise NotByRowsError(f"variable '{variable.path}' is one of the {variable.layout.kind.noun}")
         if id(variable) in self.writes:
             return self.writes[id(variable)][1]
         if id(variable) not in self.reads:

@@ -228,7 +228,9 @@ def install(model: keras.Model, variables: list[keras.Variable], mesh: dtensor.M
     """
     for variable in variables:
         current = _private.backend_variable(variable)
-        if isinstance(current, ShardedVariable) and is_vocabulary_layout(current.layout.compute):
+        if not isinstance(current, ShardedVariable) or current.layout.kind is not None:
+            continue
+        if is_vocabulary_layout(current.layout.compute):
             layer_patch.apply(layer_patch.TABLE_READ, variable, functools.partial(_read_function, variable))
     for metric in _private.compiled_metrics(model):
         if _private.metric_function(metric) in _METRICS:

@@ -17,9 +17,9 @@ from tfshard.layouts.config import (
     ShardingConfig,
     ZeroStage,
 )
+from tfshard.layouts.dtype_rules import DtypeByPath
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.layouts.variable_kind import VariableKind
 from tfshard.planning import (
     activation_traffic,
@@ -48,7 +48,7 @@ def plan(
     optimizer: OptimizerLike = None,
     inputs: Any = None,
     reshard_after_forward: bool | str | Sequence[str] = True,
-    slot_dtype: SlotDtype = None,
+    slot_dtype: DtypeByPath = None,
     microbatches: int = 1,
     reduce_once: bool = False,
     offload: str | None = None,
@@ -56,6 +56,8 @@ def plan(
     compute_seconds: float | None = None,
     compression: Any = None,
     tables: VariableKind | str | Sequence[str] | None = None,
+    gather_dtype: DtypeByPath = None,
+    experts: bool | str | Sequence[str] = False,
 ) -> ShardingPlan:
     """Plan a model on a mesh, without a device and without a step.
 
@@ -81,6 +83,8 @@ def plan(
             With `links` and `inputs`, the plan tells how much of the sending time this computation hides.
         compression: As for `tfshard.ShardedStrategy`.
         tables: As for `tfshard.ShardedStrategy`. The plan gives the largest possible traffic of tables.
+        gather_dtype: As for `tfshard.ShardedStrategy`.
+        experts: As for `tfshard.ShardedStrategy`. The plan gives the largest possible traffic of tokens.
 
     Returns:
         The `ShardingPlan`. Its `refused` lists what `compile` would refuse in the model.
@@ -104,7 +108,10 @@ def plan(
     """
     sizes = model_specs.mesh_sizes(mesh_shape)
     specs = model_specs.specs_of(model_or_specs)
-    automatic, kinds = auto_layout.is_auto(layout_map), variable_kind.from_options(tables=tables)
+    automatic, kinds = (
+        auto_layout.is_auto(layout_map),
+        variable_kind.from_options(tables=tables, experts=experts),
+    )
     resolved = auto_layout.resolve(layout_map, model_or_specs, sizes)
     if automatic:
         resolved = variable_kind.without_kinds(resolved, kinds)
@@ -113,7 +120,7 @@ def plan(
         zero_stage=ZeroStage.from_number(zero_stage),
         analyzer=analyzer,
         reshard=ReshardPolicy.from_options(reshard_after_forward),
-        precision=Precision.from_options(slot_dtype=slot_dtype),
+        precision=Precision.from_options(slot_dtype=slot_dtype, gather_dtype=gather_dtype),
         microbatches=Microbatches(count=microbatches, reduce_once=reduce_once),
         offload=Offload.from_option(offload),
         reduction=gradient_reduction.from_option(compression),
@@ -238,21 +245,19 @@ def without_peak(
             sent = dataclasses.replace(sent, unknown=_joined(sent.unknown, more))
         else:
             statistics = statistics_traffic.collectives(found, placement.mesh_shape)
+    of_kinds = [
+        each
+        for kind, layouts in placement.kinds().items()
+        for each in kind.collectives(
+            model_or_specs, layouts, placement.mesh_shape, optimizer=optimizer, inputs=called_on
+        )
+    ]
     return ShardingPlan.from_placement(
         placement,
         slots=slots,
         activations=[
-            *(
-                each
-                for kind, layouts in placement.kinds().items()
-                for each in kind.collectives(
-                    model_or_specs, layouts, placement.mesh_shape, optimizer=optimizer, inputs=inputs
-                )
-            ),
-            *(
-                dataclasses.replace(each, count=each.count * microbatches.count)
-                for each in (*sent.collectives, *exchanged, *statistics)
-            ),
+            dataclasses.replace(each, count=each.count * microbatches.count)
+            for each in (*of_kinds, *sent.collectives, *exchanged, *statistics)
         ],
         unknown=sent.unknown,
         uses=sent.uses,

@@ -57,6 +57,7 @@ class StandIn:
         kind: A collective, an update, or a copy.
         unit: The name of the variable or group that a gather brings to its use.
         sent: Bytes of the full tensor of a collective.
+        coded: Bytes of the codes in which a gather sends the tensor; None if it sends the elements as they are.
         updated: Bytes that an update writes on one device.
         is_cut: True if each device keeps its shard of a reduction only.
         by_replicas: True if devices reduce within each replica, and then between replicas.
@@ -65,6 +66,7 @@ class StandIn:
     kind: Kind
     unit: str = ""
     sent: int = 0
+    coded: int | None = None
     updated: int = 0
     is_cut: bool = False
     by_replicas: bool = False
@@ -317,6 +319,7 @@ class Tracer:
                 itemsize=itemsize(members[0].spec.dtype),
                 is_gathered=self._is_gathered(members[0]),
                 keeps=self._reshard.keeps(each.spec.path for each in members),
+                is_coded=self._coded_bytes(name) is not None,
             )
             for name, members in self._units.items()
         }
@@ -339,6 +342,10 @@ class Tracer:
             shares=local_shares.shares_of(self._all_sources(), self._mesh_shape),
         )
 
+    def _coded_bytes(self, name: str) -> int | None:
+        """Return the bytes in which a step gathers a unit in codes; None if it gathers the unit exactly."""
+        return variable_traffic.coded_bytes(self._units[name][0], self._mesh_shape)
+
     def _mark_gathers(self, stored: Mapping[str, unshard_schedule.StoredBuffer]) -> None:
         """Find the `Identity` of each gather, behind its barrier and its cast to the compute dtype."""
         name_of = {tensor.ref(): name for name, tensor in self._stored.items()}
@@ -354,7 +361,8 @@ class Tracer:
                 elif operation.type == "Identity":
                     gathered[each.ref()] = operation.outputs[0]
                     sent = stored[name].bytes // stored[name].itemsize * each.dtype.size
-                    self._stand_ins[operation] = StandIn(kind=Kind.GATHER, unit=name, sent=sent)
+                    coded = self._coded_bytes(name)
+                    self._stand_ins[operation] = StandIn(kind=Kind.GATHER, unit=name, sent=sent, coded=coded)
                 elif operation.type == "IdentityN":
                     begun[operation.outputs[number].ref()] = name
                 elif operation.type in ("Cast", "Bitcast"):

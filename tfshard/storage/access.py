@@ -27,9 +27,9 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import process_lock, transfer
-from tfshard.layouts.variable_kind import VariableKind
+from tfshard.layouts.variable_kind import PartialKind
 from tfshard.layouts.variable_layout import VariableLayout
-from tfshard.storage import outside, steps
+from tfshard.storage import outside, rounded_writes, steps
 from tfshard.storage.step_record import PartialUpdate
 from tfshard.storage.steps import Step
 from tfshard.storage.storage import Storage
@@ -169,13 +169,13 @@ class InStep:
         if variable.storage.waits and _private.in_symbolic_scope():
             # Keras learns shapes there. The graph is never run.
             return tf.compat.v1.placeholder(variable.dtype, self.shape(variable))
-        kind = variable.layout.kind
+        kind = variable.layout.partial_kind
         return self._read(variable) if kind is None else self._read_of_kind(variable, kind)
 
     def _read(self, variable: VariableView) -> tf.Tensor:
         return variable.full()
 
-    def _read_of_kind(self, variable: VariableView, kind: VariableKind) -> tf.Tensor:
+    def _read_of_kind(self, variable: VariableView, kind: PartialKind) -> tf.Tensor:
         if self._step is None:
             # Keras learns shapes. The graph is never run.
             return tf.compat.v1.placeholder(variable.dtype, self.shape(variable))
@@ -185,26 +185,28 @@ class InStep:
         if self._step is not None:
             self._step.check_mesh(variable)
         tensor = variable.to_tensor(value)
-        if variable.layout.kind is None:
+        kind = variable.layout.partial_kind
+        if kind is None:
             self._write(variable, tensor)
         else:
-            self._write_of_kind(variable, variable.layout.kind, tensor)
+            self._write_of_kind(variable, kind, tensor)
 
     def _write(self, variable: VariableView, tensor: tf.Tensor) -> None:
         variable.check_shape(tensor.shape)
         if self._step is None:
             variable.storage.write(Recorded(base=None, written={variable.member: tensor}))
         else:
-            self._step.writes.record_member(variable.storage, variable.member, tensor)
+            exact = rounded_writes.exact_value(variable, tensor)
+            self._step.writes.record_member(variable.storage, variable.member, exact)
 
-    def _write_of_kind(self, variable: VariableView, kind: VariableKind, tensor: tf.Tensor) -> None:
+    def _write_of_kind(self, variable: VariableView, kind: PartialKind, tensor: tf.Tensor) -> None:
         kind.assign(variable, tensor)
 
     def shape(self, variable: VariableView) -> tuple[int, ...]:
         return variable.layout.spec.shape
 
     def handle(self, variable: VariableView) -> tf.Tensor:
-        step, kind = self._step, variable.layout.kind
+        step, kind = self._step, variable.layout.partial_kind
         if step is None:
             return variable.gradient_source()
         read = step.reads.last(variable)
@@ -285,11 +287,11 @@ class InPartialUpdate(InUpdate):
         super().__init__(step)
         self._part = part
 
-    def _read_of_kind(self, variable: VariableView, kind: VariableKind) -> tf.Tensor:
+    def _read_of_kind(self, variable: VariableView, kind: PartialKind) -> tf.Tensor:
         del kind
         return self._part.value(variable.storage)
 
-    def _write_of_kind(self, variable: VariableView, kind: VariableKind, tensor: tf.Tensor) -> None:
+    def _write_of_kind(self, variable: VariableView, kind: PartialKind, tensor: tf.Tensor) -> None:
         del kind
         self._part.record(variable.storage, tensor)
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard.layouts.config import ReshardPolicy
-from tfshard.layouts.variable_kind import VariableKind
+from tfshard.layouts.variable_kind import PartialKind
 from tfshard.layouts.variable_layout import Axes
 from tfshard.storage.graph_edits import OpInput
 from tfshard.storage.writes import Recorded, Writable
@@ -30,7 +30,7 @@ class PartialUpdate(Protocol):
 
 
 class KindState(abc.ABC):
-    """The reads and writes of all variables of one kind in one step (`VariableKind.begin_step` makes it)."""
+    """The reads and writes of all variables of one kind in one step (`PartialKind.begin_step` makes it)."""
 
     @abc.abstractmethod
     def read(self, variable: Any) -> tf.Tensor:
@@ -172,7 +172,7 @@ class StepRecord:
     updates: list[JointUpdate] = dataclasses.field(default_factory=list)
     sliced_reads: list[SlicedRead] = dataclasses.field(default_factory=list)
     blocks: list[Block] = dataclasses.field(default_factory=list)
-    kinds: dict[VariableKind, KindState] = dataclasses.field(default_factory=dict)
+    kinds: dict[PartialKind, KindState] = dataclasses.field(default_factory=dict)
     tokens: list[tf.Tensor] = dataclasses.field(default_factory=list)
     host_tokens: dict[tuple[dtensor.Mesh, Axes], list[tf.Tensor]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(list)
@@ -198,7 +198,7 @@ class StepRecord:
         """The graph, if passes may change where its gathers and reductions run."""
         return self.graph if self.reshard is not None and self.mesh is not None else None
 
-    def state_of(self, kind: VariableKind) -> KindState:
+    def state_of(self, kind: PartialKind) -> KindState:
         """Return the state of a kind of variable. The first call begins it."""
         if kind not in self.kinds:
             self.kinds[kind] = kind.begin_step(self)

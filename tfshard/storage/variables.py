@@ -228,7 +228,9 @@ class ShardedVariable(VariableSurface):
                 with _private.stop_recording():
                     copy = tf.identity(gathered)
                 (gathered,) = _private.with_gradient(lambda _: ([copy], lambda upstream: [upstream]), [source])
-            self._note_read(gathered if source is None else source)
+            if self.storage.format.codes is None or steps.rounds_gathers() or self.storage.recorded() is not None:
+                # An exact read of a variable that the step gathers in codes is none of its forward pass.
+                self._note_read(gathered if source is None else source)
             if self._trainable:
                 _private.record_variable_access(self)
             compute = self.layout.compute
@@ -307,6 +309,7 @@ class ShardedVariable(VariableSurface):
                 mesh=self.mesh,
                 local_gradient=self._local_gradient(**note),
                 note_kind=self._note_kind(),
+                codes=self.storage.codes(None),
                 **note,
             )
 
@@ -317,10 +320,10 @@ class ShardedVariable(VariableSurface):
 
         A microbatch with a reduction that waits for the last microbatch keeps the local gradient. With replicas, or
         with a reduction in the layout, the step reduces gradients by a custom function. Returns None if DTensor reduces
-        the gradient.
+        the gradient, and for a variable of a kind, whose gradient is not reduced.
         """
         step = steps.current()
-        if step is None or not self._trainable:
+        if step is None or not self._trainable or self.layout.kind is not None:
             return None
         custom_reduction = self.layout.reduction is not None or is_added_up_by_replicas(
             self.layout, axis_sizes(self.mesh)
@@ -442,7 +445,7 @@ class ShardedVariable(VariableSurface):
 
     def _dense(self, sparse: tf.IndexedSlices | tf.Tensor) -> tf.Tensor:
         update = steps.open_update()
-        part = None if update is None or self.layout.kind is None else update.part
+        part = None if update is None or self.layout.partial_kind is None else update.part
         if part is None or not isinstance(sparse, tf.IndexedSlices):
             return super()._dense(sparse)
         return part.dense(self.storage, sparse)
@@ -459,12 +462,17 @@ class ShardedVariable(VariableSurface):
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> "ShardedVariable":
-        return self.assign(self.value() + self._like_value(delta))
+        return self.assign(self._exact_value() + self._like_value(delta))
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> "ShardedVariable":
-        return self.assign(self.value() - self._like_value(delta))
+        return self.assign(self._exact_value() - self._like_value(delta))
+
+    def _exact_value(self) -> tf.Tensor:
+        """Return the value to add to: a rounded read must not be written back (rounded_writes.py)."""
+        with steps.exact_reads():
+            return self.value()
 
     def _like_value(self, delta: Any) -> tf.Tensor:
         if steps.is_outside():

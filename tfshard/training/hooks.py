@@ -60,7 +60,7 @@ class _RunOptions(threading.local):
     """The settings of the steps of this thread."""
 
     results_stay_sharded = False
-    adds_up_exactly = False
+    sends_exactly = False
 
 
 class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # TensorFlow has no types.
@@ -89,13 +89,13 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         return results if self._run.results_stay_sharded or not is_outside() else mesh_tensors.wrapped(results)
 
     @contextlib.contextmanager
-    def adding_up_exactly(self) -> Iterator[None]:
-        """Reduce all gradients exactly in steps that are traced in this context."""
-        self._run.adds_up_exactly = True
+    def sending_exactly(self) -> Iterator[None]:
+        """Reduce all gradients and gather all variables exactly in steps that are traced in this context."""
+        self._run.sends_exactly = True
         try:
             yield
         finally:
-            self._run.adds_up_exactly = False
+            self._run.sends_exactly = False
 
     # --- variables
 
@@ -239,8 +239,9 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             _warn_of_sparse(var, optimizer)
             if batch is not None and isinstance(args[0], tf.Tensor):
                 batch.note(var, args[0])
-        if var.layout.kind is not None:
-            return var.layout.kind.update(var, fn, tuple(args), optimizer)
+        kind = var.layout.partial_kind
+        if kind is not None:
+            return kind.update(var, fn, tuple(args), optimizer)
         if var.storage.format.packed and optimizer_kinds.is_elementwise(optimizer):
             if not var.storage.is_group:
                 return group_update.run_alone(var, fn, tuple(args), optimizer, compiled_updates.run)
@@ -278,8 +279,9 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
             _ReplicaContext(strategy),
             step_scope(
                 strategy.config.reshard,
-                _gradient_reducer(strategy, exactly=self._run.adds_up_exactly),
+                _gradient_reducer(strategy, exactly=self._run.sends_exactly),
                 only_mesh=strategy.mesh,
+                rounds_gathers=not self._run.sends_exactly,
             ),
             rewrites.rewritten(strategy.mesh),
         ):

@@ -61,11 +61,12 @@ class OptimizerCall:
         """Return the terms that the gradients add to the sums.
 
         Reduced gradients are in the layout of the update, by storage. Unreduced ones are local gradients, by member.
+        Nothing reduces the gradient of a variable of a kind.
         """
         sums: dict[_Summed, tf.Tensor] = {}
         members: dict[Storage, dict[int, tf.Tensor]] = collections.defaultdict(dict)
         for variable, gradient in self._present():
-            if not reduced:
+            if not reduced and variable.layout.kind is None:
                 sums[variable.storage, variable.member] = partial_sums.stack(gradient, mesh)
             elif variable.storage.format.packed:
                 members[variable.storage][variable.member] = tf.convert_to_tensor(gradient)

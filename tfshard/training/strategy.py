@@ -39,10 +39,10 @@ from tfshard.layouts.config import (
     ShardingConfig,
     ZeroStage,
 )
+from tfshard.layouts.dtype_rules import DtypeByPath
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.layouts.variable_kind import VariableKind
 from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats, check_is_measurable
@@ -93,6 +93,12 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             of fewer than 4096 elements stay float32. Sums of gradients and averages of weights keep their dtype. You
             can also give a dtype for each pattern of variables' full paths; the first match decides:
             `{".*embeddings": "float32", ".*": "int8"}`. Measured: benchmarks/LOG.md, "Memory".
+        gather_dtype: The dtype in which compiled steps of stage 3 gather parameters, for slow links: `"int8"` or
+            `"float8_e4m3fn"`, about a quarter of float32's bytes. Blocks of 256 elements of one device share a scale
+            (Wang et al. 2023, "ZeRO++"). The stored shards stay exact, so that errors do not add up; forward and
+            backward pass see the rounded values. Vectors and variables of fewer than 4096 elements are gathered
+            exactly. You can also give a dtype, or `"float32"` for exact gathers, for each pattern of variables' full
+            paths; the first match decides. By default all gathers are exact (docs/compression.md).
         microbatches: The number of microbatches of a training step. A step takes them one after the other, holds the
             activations of one, and updates once, with the numbers of the full batch. The number grows if it does not
             divide the rows of a device. Eager steps take the full batch at once.
@@ -111,6 +117,9 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         tables: The embedding tables that are sharded by rows at every stage. A step reads and updates only the rows it
             looks up, and never gathers a table. A `tfshard.EmbeddingTables`, or patterns of the tables' paths for
             updates as in Keras (docs/tables.md).
+        experts: True: the batch axis shards the experts of mixtures of experts at every stage, and tokens go to the
+            devices of their experts (docs/experts.md). For `tfshard.layers.MixtureOfExperts` and KerasHub's Mixtral,
+            Qwen MoE and GPT-OSS models. Regular expressions of the paths of the experts' variables choose some of them.
         attention: How attention of Keras and KerasHub is computed in compiled steps. `"flash"`: in blocks of queries
             and keys with an online softmax, in memory that is linear in the sequence (Dao 2023, "FlashAttention-2").
             `"math"`: with a score for each pair of a query and a key, as in Keras. `"auto"`: in blocks from 1,024
@@ -125,7 +134,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
         LayoutError: `layout_map` is of another type or names an axis that the mesh does not have.
-        StrategyError: An unknown stage, slot dtype, compression or attention; `offload` on TPUs, or if no slot is
+        StrategyError: An unknown stage, slot dtype, gather dtype, compression or attention; `gather_dtype` below stage
+            3, or with a pipeline axis; `offload` on TPUs, or if no slot is
             sharded; `compression` on a mesh with a model axis.
 
     The batch is global: `batch_size` in `fit` is the number of samples of one step over all devices, the loss is
@@ -155,7 +165,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         reshard_after_forward: bool | str | Sequence[str] = True,
         prefetch: int = 1,
         reduce_dtype: str = "float32",
-        slot_dtype: SlotDtype = None,
+        slot_dtype: DtypeByPath = None,
         microbatches: int = 1,
         reduce_once: bool = False,
         offload: str | None = None,
@@ -164,6 +174,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         attention: str = "auto",
         context_attention: str = "ulysses",
         chunked_cross_entropy: int | str | None = None,
+        gather_dtype: DtypeByPath = None,
+        experts: bool | str | Sequence[str] = False,
     ):
         readiness.check_process()
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
@@ -179,7 +191,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             zero_stage=ZeroStage.from_number(zero_stage),
             analyzer=analyzer,
             reshard=ReshardPolicy.from_options(reshard_after_forward, prefetch),
-            precision=Precision.from_options(reduce_dtype, slot_dtype),
+            precision=Precision.from_options(reduce_dtype, slot_dtype, gather_dtype),
             microbatches=Microbatches(count=microbatches, reduce_once=reduce_once),
             offload=Offload.from_option(offload),
             sequence_parallel=sequence_parallel,
@@ -187,7 +199,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             reduction=gradient_reduction.from_option(compression),
             attention=AttentionChoice.from_option(attention),
             context_attention=ContextAttention.from_option(context_attention),
-            kinds=variable_kind.from_options(tables=tables),
+            kinds=variable_kind.from_options(tables=tables, experts=experts),
             chunked_cross_entropy=ChunkedCrossEntropy.from_option(chunked_cross_entropy),
         )
         self._start(mesh, config)
@@ -206,6 +218,12 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
                 "chunked_cross_entropy does not work with a pipeline axis: the last stage computes whole logits. Leave "
                 f"one of them out. Received: chunked_cross_entropy={config.chunked_cross_entropy.chunk!r}, "
                 f"mesh={self.pipeline_axes}"
+            )
+        if self.pipeline_axes.pipeline is not None and config.precision.gather_dtypes.rounds:
+            raise StrategyError(
+                "gather_dtype does not work with a pipeline axis: stages pass each other the values of weights that "
+                "they share, and the roundings of both would add up. Leave one of them out. Received: "
+                f"gather_dtype={dict(config.precision.gather_dtypes.rules)}, mesh={self.pipeline_axes}"
             )
         *others, mesh = rank_meshes(mesh)
         axes = axis_sizes(mesh)

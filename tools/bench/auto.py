@@ -223,7 +223,7 @@ def measure(name: str) -> dict:
     def advised(memory: int):
         return tfshard.advise(
             model, common.DEVICES, memory, rows, optimizer="adam", layout_map="auto", inputs=x,
-            machine=known_machines.here(),
+            machine=known_machines.here(), pipelines=False,
         )  # fmt: skip
 
     def key(candidate) -> str:

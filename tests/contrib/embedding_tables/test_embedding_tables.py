@@ -11,8 +11,8 @@ import tensorflow as tf
 import parity
 import tfshard
 from tfshard.contrib.embedding_tables import sparse_optimizers
-from tfshard.contrib.embedding_tables.exchanges import capacities
 from tfshard.contrib.embedding_tables.table_kind import TableKind
+from tfshard.devices.uneven_exchanges import capacities
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.layouts import ModelPlacement, VariableSpec
 from tfshard.layouts.config import GroupPolicy, ShardingConfig, ZeroStage

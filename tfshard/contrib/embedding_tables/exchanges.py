@@ -1,13 +1,11 @@
 """All-to-all of variable-length lists between the devices of the data axis.
 
-Each device groups its items by their target device. All lists of an exchange have one length: the smallest of a few
-capacities (`capacities`) that fits the longest list. No item is dropped, whatever the distribution of the ids. The
-devices agree on the length by an all-reduce (maximum) of a number.
+Each device groups its items by their target device. All lists of an exchange have one length
+(devices/uneven_exchanges.py): no item is dropped, whatever the distribution of the ids. The devices agree on the length
+by an all-reduce (maximum) of a number.
 
 All tensors in this module differ between devices, also in size ("parted" layouts, devices/local_shards.py). DTensor
 still checks their types: it refuses reshapes and slices of tensors with an unknown shape.
-
-A collective keeps the shapes of its first run under its instance key. Each capacity therefore has a separate key.
 
 Numbers of devices and rows are int64: GPUs have int32 in the memory of the host, where a few numbers are needed as
 shapes and keys.
@@ -20,7 +18,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfshard.devices import expansions, replicas
+from tfshard.devices import expansions, replicas, uneven_exchanges
 from tfshard.layouts.axes import axis_sizes
 
 
@@ -68,15 +66,13 @@ class Lists:
                 final_op="Id",
                 is_stateless=False,
             )
-        sizes = capacities(most)
-        choice = tf.cast(tf.reduce_sum(tf.cast(tf.constant(sizes, tf.int64) < longest, tf.int64)), tf.int32)
-        capacity = tf.slice(tf.constant(sizes, tf.int32), tf.reshape(choice, (1,)), (1,))
+        capacity, choice = uneven_exchanges.chosen(longest, most)
         return Lists(
             mesh=mesh,
             places=tf.cast(tf.stack([owners, place], axis=1), tf.int32),
-            capacity=tf.reshape(capacity, ()),
+            capacity=capacity,
             choice=choice,
-            choices=len(sizes),
+            choices=len(uneven_exchanges.capacities(most)),
         )
 
     def sent(self, items: tf.Tensor) -> tf.Tensor:
@@ -98,17 +94,7 @@ class Lists:
         return tf.scatter_nd(self.places, items, shape)
 
     def _exchanged(self, lists: tf.Tensor) -> tf.Tensor:
-        devices = axis_sizes(self.mesh).data_size
-        if devices == 1:
-            return lists
-        return tf.raw_ops.CollectiveAllToAllV2(
-            input=lists,
-            group_size=devices,
-            group_key=replicas.group_key(self.mesh),
-            instance_key=replicas.new_instances(self.choices) + self.choice,
-            ordering_token=[],
-            is_stateless=False,
-        )
+        return uneven_exchanges.all_to_all(lists, self.choice, self.choices, self.mesh)
 
 
 def flattened(lists: tf.Tensor, others: Sequence[tf.Tensor], keep: tf.Tensor) -> list[tf.Tensor]:
@@ -136,25 +122,6 @@ def distinct(items: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     expansions.allow_local("Unique")
     found, where = tf.unique(items)
     return found, where
-
-
-def capacities(ids: int) -> tuple[int, ...]:
-    """Return the possible lengths, in ids, of the lists that devices exchange, from the shortest to the longest.
-
-    A step takes the shortest length that holds the longest list of all devices, so no id is dropped. Each length is
-    about an eighth longer than the previous length: TensorFlow keeps a plan for each length, so the lengths must be
-    few.
-
-    Args:
-        ids: How many ids a device looks up.
-
-    >>> capacities(20)
-    (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20)
-    """
-    found = [1]
-    while found[-1] < ids:
-        found.append(min(ids, max(found[-1] + 1, found[-1] * 9 // 8)))
-    return tuple(found)
 
 
 def ids_of_a_device(shape: Sequence[int], devices: int) -> int:

@@ -17,7 +17,7 @@ from tfshard.errors import StrategyError
 from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.layout_map import VariableSpec
-from tfshard.layouts.variable_kind import VariableKind
+from tfshard.layouts.variable_kind import PartialKind
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.planning.variable_traffic import Collective
 from tfshard.storage.step_record import StepRecord
@@ -25,7 +25,7 @@ from tfshard.storage.variables import ShardedVariable
 
 
 @dataclasses.dataclass(frozen=True)
-class TableKind(VariableKind):
+class TableKind(PartialKind):
     """The kind of variable that `EmbeddingTables` chooses.
 
     Attributes:

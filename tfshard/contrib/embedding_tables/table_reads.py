@@ -80,8 +80,8 @@ class TableReads(KindState):
 
 def reads_of(table: ShardedVariable, step: Step) -> TableReads:
     """Return the reads of a step that looks up or updates a table."""
-    assert table.layout.kind is not None
-    found = step.record.state_of(table.layout.kind)
+    assert table.layout.partial_kind is not None
+    found = step.record.state_of(table.layout.partial_kind)
     assert isinstance(found, TableReads)
     return found
 
