@@ -172,10 +172,10 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         compression: Any = None,
         tables: VariableKind | str | Sequence[str] | None = None,
         attention: str = "auto",
-        context_attention: str = "ulysses",
         chunked_cross_entropy: int | str | None = None,
         gather_dtype: DtypeByPath = None,
         experts: bool | str | Sequence[str] = False,
+        context_attention: str = "ulysses",
     ):
         readiness.check_process()
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
@@ -198,8 +198,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             already_sharded=already_sharded,
             reduction=gradient_reduction.from_option(compression),
             attention=AttentionChoice.from_option(attention),
-            context_attention=ContextAttention.from_option(context_attention),
             kinds=variable_kind.from_options(tables=tables, experts=experts),
+            context_attention=ContextAttention.from_option(context_attention),
             chunked_cross_entropy=ChunkedCrossEntropy.from_option(chunked_cross_entropy),
         )
         self._start(mesh, config)
