@@ -39,7 +39,8 @@ def batches(*rows):
 
 
 def adam(**options):
-    return lambda: opt.Adam(0.01, **options)
+    """Return Adam with a large epsilon: a small one enlarges the rounding of gradients near zero."""
+    return lambda: opt.Adam(0.01, epsilon=1e-3, **options)
 
 
 def trained(strategy, data, optimizer=None, **options):
