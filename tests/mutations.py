@@ -145,6 +145,46 @@ MUTATIONS = [
         killed_by="tests/operations/test_sequence.py::test_families_match_one_device[llama-batch2_model2-3]",
     ),
     Mutation(
+        area="context",
+        function="tfshard.operations.contexts:positions",
+        old="SequenceChunks.of(axis_sizes(mesh)).positions(rows, length)",
+        new="SequenceChunks.of(axis_sizes(mesh)).positions(rows, length) % length",
+        what="positions count from the first position of a chunk",
+        killed_by="tests/operations/test_context.py::test_gpt_trains_as_on_one_device[batch 2, context 2-0]",
+    ),
+    Mutation(
+        area="context",
+        function="tfshard.devices.replicas:_keys_of_contexts",
+        old="index // sizes.contexts",
+        new="index % sizes.contexts",
+        what="devices with the chunks of different samples exchange heads",
+        killed_by="tests/operations/test_context.py::test_gpt_trains_as_on_one_device[batch 2, context 2-0]",
+    ),
+    Mutation(
+        area="context",
+        function="tfshard.operations.draws:_Draw._has_chunks",
+        old="axis_sizes(self.mesh).contexts == 1",
+        new="True",
+        what="chunks of sequences have other random numbers than on one device",
+        killed_by="tests/operations/test_context.py::test_gpt_trains_as_on_one_device[batch 2, context 2-0]",
+    ),
+    Mutation(
+        area="context",
+        function="tfshard.operations.contexts:Exchange.scatter",
+        old="tf.reduce_sum(self._exchanged(tf.transpose(split, (1, 0, 2, 3, 4))), 0)",
+        new="self._exchanged(tf.transpose(split, (1, 0, 2, 3, 4)))[0]",
+        what="the gradient of gathered keys comes from one device",
+        killed_by="tests/operations/test_context.py::test_gathered_keys_of_any_number_of_heads_train_as_on_one_device[mesh0]",
+    ),
+    Mutation(
+        area="context",
+        function="tfshard.graph.token_flow:_TokenFlow._through",
+        old="if place not in given.get(other, ()) and not _is_random(operation.inputs[other]):",
+        new="if False:",
+        what="a layer that counts positions by itself trains with the positions of chunks",
+        killed_by="tests/operations/test_context.py::test_layer_that_combines_positions_is_refused_by_name[positions]",
+    ),
+    Mutation(
         area="devices",
         function="tfshard.devices.tasks:order",
         old="return tuple(sorted(range(num_clients), key=str))",
@@ -470,7 +510,7 @@ MUTATIONS = [
     Mutation(
         area="unshard schedule",
         function="tfshard.storage.unshard_schedule:arrange",
-        old="        sent = sent_dtypes(uses)\n",
+        old="        sent = {key: dtype for key, dtype in narrow.items() if key not in coded}\n",
         new="        sent = {}\n",
         what="gathers send float32 under mixed precision",
         killed_by="tests/storage/test_unshard_schedule.py::test_gathers_send_the_compute_dtype[mixed_bfloat16-{'batch': 4}]",
@@ -994,6 +1034,51 @@ MUTATIONS = [
         killed_by="tests/storage/test_slot_dtype.py::test_blocks_are_of_what_a_device_holds[batch2_model2-3]",
     ),
     Mutation(
+        area="gathers in codes",
+        function="tfshard.storage.storage:Storage.codes",
+        old="        return None if is_written or not steps.rounds_gathers() else self.format.codes\n",
+        new="        return self.format.codes if steps.rounds_gathers() else None\n",
+        what="a constraint stores what it reads rounded",
+        killed_by="tests/storage/test_gather_dtype.py::test_updates_never_round_stored_parameters[sgd-groups]",
+    ),
+    Mutation(
+        area="gathers in codes",
+        function="tfshard.storage.steps:rounds_gathers",
+        old=" and here_.update is None\n",
+        new="\n",
+        what="an optimizer that reads full parameters stores them rounded",
+        killed_by="tests/storage/test_gather_dtype.py::test_updates_never_round_stored_parameters[rewriting-groups]",
+    ),
+    Mutation(
+        area="gathers in codes",
+        function="tfshard.storage.rounded_writes:exact_value",
+        old="    if not _is_made_of(value, reads, ON_THE_WAY | _ELEMENTWISE):\n",
+        new="    if value is not None:\n",
+        what="a step of a user's own adds to a rounded value",
+        killed_by=(
+            "tests/storage/test_gather_dtype.py::test_traced_steps_round_and_eager_steps_and_assignments_do_not[alone]"
+        ),
+    ),
+    Mutation(
+        area="gathers in codes",
+        function="tfshard.storage.unshard_schedule:is_on_the_way",
+        old=" or _private.has_mark(operation, replicas.CODED)\n",
+        new="\n",
+        what="parameters that were gathered in codes stay decoded",
+        killed_by="tests/storage/test_gather_dtype.py::test_a_step_sends_the_planned_bytes[alone-batch4-int8]",
+    ),
+    Mutation(
+        area="gathers in codes",
+        function="tfshard.devices.replicas:_gather_codes",
+        old="        line = tf.reshape(tf.transpose(local, first) if dim else local, (1, -1))\n",
+        new="        line = tf.reshape(local, (1, -1))\n",
+        what="shards by columns are joined as if by rows",
+        killed_by=(
+            "tests/storage/test_gather_dtype.py::"
+            "test_training_matches_one_device_with_rounded_weights[a kernel sharded by columns]"
+        ),
+    ),
+    Mutation(
         area="planning",
         function="tfshard.planning.variable_traffic:Reductions.dtype_of",
         old="        return self.dtypes.get(spec.path, spec.dtype)\n",
@@ -1428,7 +1513,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        function="tfshard.devices.replicas:gather",
+        function="tfshard.devices.replicas:_joined",
         old="rows = tf.transpose(rows, [first.index(each) for each in range(len(shard))])",
         new="rows = tf.reshape(rows, [rows.shape[first.index(number)] for number in range(len(shard))])",
         what="what is sharded in a later dim keeps its order of the gather",
@@ -1436,7 +1521,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="devices",
-        function="tfshard.devices.replicas:gather",
+        function="tfshard.devices.replicas:_joined",
         old="        rows = transfer.relayout(rows, (None,) * len(shard), mesh)\n    left",
         new="    left",
         what="what was gathered has the layout of what uses it",
@@ -1556,7 +1641,7 @@ MUTATIONS = [
     ),
     Mutation(
         area="compression",
-        function="tfshard.contrib.compression.gradient_codes:encode",
+        function="tfshard.devices.block_codes:encode",
         old="codes = tf.round(",
         new="codes = tf.floor(",
         what="codes are rounded down",

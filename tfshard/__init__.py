@@ -55,6 +55,7 @@ if not command_line.is_answered_alone():
     from tfshard.launch.spawning import spawn
     from tfshard.layouts import LayoutMap
     from tfshard.measure import profile_network, profile_step
+    from tfshard.operations.contexts import sequence_positions
     from tfshard.operations.local_map import local_map, psum
     from tfshard.planning import ParameterAnalyzer, advise, lint, plan
     from tfshard.training import (
@@ -121,6 +122,7 @@ __all__ = [
     "profile_step",
     "psum",
     "random_map",
+    "sequence_positions",
     "shutdown",
     "simulate",
     "spawn",

@@ -39,13 +39,18 @@ def block() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(64, name="head")(x), name="net")
 
 
-def feed_forward() -> keras.Model:
+def feed_forward(width: int = 32) -> keras.Model:
     """Return the half of a transformer block without attention."""
     inputs = keras.Input((8,), dtype="int32")
-    x = keras.layers.Embedding(64, 32, name="items")(inputs)
+    x = keras.layers.Embedding(64, width, name="items")(inputs)
     y = keras.layers.LayerNormalization(name="second")(x)
-    y = keras.layers.Dense(32, name="down")(keras.layers.Dense(64, activation="gelu", name="up")(y))
+    y = keras.layers.Dense(width, name="down")(keras.layers.Dense(2 * width, activation="gelu", name="up")(y))
     return keras.Model(inputs, keras.layers.Dense(64, name="head")(keras.layers.Add()([x, y])), name="net")
+
+
+def wide() -> keras.Model:
+    """Return kernels that are large enough to be gathered in codes."""
+    return feed_forward(64)
 
 
 @keras.saving.register_keras_serializable("test_collective_order")
@@ -144,6 +149,8 @@ CASES = {
     "flat, bfloat16": Case(FLAT, policy="mixed_bfloat16"),
     "flat, slots in int8": Case(FLAT, {"slot_dtype": "int8"}),
     "flat, slots in bfloat16": Case(FLAT, {"slot_dtype": "bfloat16"}),
+    "flat, gathers in int8": Case(FLAT, {"gather_dtype": "int8"}, build=wide),
+    "flat, gathers in float8": Case(FLAT, {"gather_dtype": "float8_e4m3fn", "microbatches": 2}, build=wide),
     "flat, recurrent": Case(FLAT, build=recurrent),
     "flat, images": Case(FLAT, build=images),
     "table": Case(FLAT, {"tables": "items/embeddings"}, optimizer=adagrad),
@@ -175,6 +182,7 @@ CASES = {
     "hybrid, slots in int8": Case(HYBRID, {"slot_dtype": "int8"}),
     "hybrid, int8": Case(HYBRID, {"compression": "int8"}, build=feed_forward),
     "hybrid, powersgd": Case(HYBRID, {"compression": tfshard.PowerSGD(rank=2)}),
+    "hybrid, gathers in int8": Case(HYBRID, {"gather_dtype": "int8"}, build=wide),
     "hybrid, recurrent": Case(HYBRID, build=recurrent),
     "hybrid, images": Case(HYBRID, build=images),
     "hybrid, model": Case(THREE, AUTO),

@@ -81,7 +81,7 @@ def test_axes_are_a_mapping_that_equals_one_with_the_same_roles():
     [
         (
             {"dp": "sequence"},
-            r"Unknown role of mesh axis 'dp'. Roles: \['data', 'replica', 'tensor', 'pipeline'\].*'sequence'",
+            r"Unknown role of mesh axis 'dp'. Roles: \['data', 'replica', 'tensor', 'pipeline', 'context'\].*'seq",
         ),
         ({"dp": None}, "Unknown role"),
         ({"pd": "data"}, r"roles names axis 'pd', which is not in the mesh. Mesh axes: \('dp', 'tp'\)"),

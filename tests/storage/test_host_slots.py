@@ -190,3 +190,14 @@ def test_gpus_have_a_host_mesh_of_the_same_axes_and_others_none():
     assert host is not None and host.device_type().upper() == "CPU"
     assert (host.dim_names, host.shape(), host.local_device_ids()) == (["batch"], [2], mesh.local_device_ids())
     assert host_meshes.of(tfshard.create_mesh(batch=4)) is None
+
+
+def test_dtensor_copies_no_shards_between_cpu_meshes():
+    """If this fails, DTensor has learned it: `host_meshes.copied` and docs/limits.md can go further."""
+    mesh = tfshard.create_mesh(batch=2)
+    host = dtensor.create_mesh([("batch", 2)], devices=HOST, device_type="CPU")
+    sharded = transfer.host_to_mesh(X, ("batch", None), mesh)
+    copy = tf.function(lambda x: dtensor.copy_to_mesh(2.0 * x, transfer.layout(("batch", None), host)))
+    with pytest.raises(tf.errors.UnknownError, match="inconsistent with the provided layout"):
+        copy(sharded)
+    np.testing.assert_array_equal(transfer.to_host(tf.function(lambda x: 2.0 * x)(sharded)), 2 * X)

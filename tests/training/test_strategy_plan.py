@@ -29,7 +29,9 @@ SETTINGS = {
     "tables": ("table/embeddings", {}),
     "experts": (True, {}),
     "attention": ("flash", {}),
+    "context_attention": ("gather", {}),
     "chunked_cross_entropy": ("auto", {}),
+    "gather_dtype": ("int8", {}),
 }
 pytestmark = pytest.mark.filterwarnings("ignore::tfshard.errors.LayoutWarning")
 

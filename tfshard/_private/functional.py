@@ -1,6 +1,7 @@
 """The layer graph of Functional and Sequential Keras models."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -60,3 +61,18 @@ def packed_outputs(model: keras.Model, flat: Sequence[Any]) -> Any:
     """
     packed = keras.tree.pack_sequence_as(model._outputs_struct, list(flat))
     return packed[0] if isinstance(packed, list) and len(packed) == 1 else packed
+
+
+@contextlib.contextmanager
+def without_input_spec(model: keras.Model) -> Iterator[None]:
+    """Let a functional model take inputs of other shapes than it was built for (`Functional.input_spec`)."""
+    had = hasattr(model, "_manual_input_spec")
+    before = model._manual_input_spec if had else None
+    model.input_spec = None
+    try:
+        yield
+    finally:
+        if had:
+            model.input_spec = before
+        else:
+            del model._manual_input_spec

@@ -418,6 +418,22 @@ def copied(
     return list(made.outputs)
 
 
+@contextlib.contextmanager
+def marked(name: str) -> Iterator[None]:
+    """Give the operations that are added to the current graph an attribute, which copies keep (`Graph._attr_scope`).
+
+    Args:
+        name: The attribute. It begins with an underscore: no kernel knows it.
+    """
+    with tf.compat.v1.get_default_graph()._attr_scope({name: tf.compat.v1.AttrValue(b=True)}):
+        yield
+
+
+def has_mark(operation: tf.Operation, name: str) -> bool:
+    """Return whether an operation, or the operation that it is a copy of, was added in `marked`."""
+    return name in operation.node_def.attr
+
+
 def update_input(operation: tf.Operation, number: int, tensor: tf.Tensor) -> None:
     """Replace an input of a graph's operation (Operation._update_input)."""
     operation._update_input(number, tensor)

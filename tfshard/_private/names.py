@@ -128,7 +128,7 @@ NAMES = (
     }),
     # functional
     *_all("keras", "3.10", {
-        "src.models.functional": "Functional Functional._standardize_inputs",
+        "src.models.functional": "Functional Functional._manual_input_spec Functional._standardize_inputs",
         "src.models.sequential": "Sequential Sequential._functional",
         "src.ops.function": "Function._inputs_struct Function._outputs_struct Function._run_through_graph",
     }),
@@ -178,8 +178,9 @@ NAMES = (
         "python.framework.auto_control_deps": "ASYNC_STATEFUL_OPS",
         "python.framework.func_graph": "FuncGraph.capture FuncGraph.captures FuncGraph.inputs FuncGraph.outer_graph",
         "python.framework.ops": (
-            "_EagerTensorBase._capture_as_const Graph._add_function_recursive Graph._create_op_internal "
-            "Graph._get_function Operation._clear_attr Operation._set_attr Operation._update_input"
+            "_EagerTensorBase._capture_as_const Graph._add_function_recursive Graph._attr_scope "
+            "Graph._create_op_internal Graph._get_function Operation._clear_attr Operation._set_attr "
+            "Operation._update_input"
         ),
         "python.ops.cond_v2": "cond_v2 indexed_case",
         "python.ops.while_v2": "_build_while_op",

@@ -18,6 +18,7 @@ from tfshard.devices.mesh_tensors import MeshTensor
 from tfshard.errors import StrategyError
 from tfshard.layouts import boxes, variable_layout
 from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.sequence_chunks import SequenceChunks
 from tfshard.layouts.variable_layout import Axes
 
 
@@ -31,6 +32,14 @@ def batch_axes(shape: tuple[int, ...], mesh: dtensor.Mesh) -> Axes:
     if not shape or shape[0] == 0 or shape[0] % axes.data_size:
         return (None,) * len(shape)
     return (axes.data, *(None,) * (len(shape) - 1))
+
+
+def shares_samples(shape: tuple[int, ...], mesh: dtensor.Mesh) -> bool:
+    """Return whether the devices of the batch axis share the samples of a batch that is on the host.
+
+    Otherwise every device has all samples, or its chunk of their sequences on a mesh with a context axis.
+    """
+    return bool(shape and shape[0]) and shape[0] % axis_sizes(mesh).sample_shards == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +81,15 @@ class Parts:
                 f"= 1. Received: tensors of shapes {shapes}"
             )
         (size,) = sizes
-        devices = axis_sizes(mesh).data_size if any(batch_axes(shapes[0], mesh)) else 1
+        axes = axis_sizes(mesh)
+        devices = axes.data_size if any(batch_axes(shapes[0], mesh)) else 1
+        if axes.contexts > 1 and axes.data_size > 1 and devices == 1:
+            raise StrategyError(
+                f"Microbatches on a mesh with a context axis need a batch size that is divisible by the "
+                f"{axes.sample_shards} devices of axis '{axes.data}': a microbatch has all chunks of its sequences. "
+                f"Change the batch size, or set strategy.microbatches = 1. Received: a batch of "
+                f"{size // axes.contexts} samples"
+            )
         found = variable_layout.divisor_from(size // devices, count)
         return cls(count=found, rows=size // found, mesh=mesh)
 
@@ -209,6 +226,8 @@ def stage_batch(
         on_devices: True to copy the shards to their devices now. By default the packing of the DTensor copies them.
     """
     leaves = tf.nest.flatten(batch)
+    if axis_sizes(mesh).contexts > 1:
+        leaves = _in_chunks(leaves, mesh)
 
     def staged() -> list[Any]:
         return [stage(leaf, mesh, already_sharded, on_devices=on_devices) for leaf in leaves]
@@ -254,6 +273,51 @@ def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> An
     """Convert a leaf of a batch to a DTensor. None and DTensors stay as they are. Sparse tensors become dense."""
     staged = stage(value, mesh, already_sharded)
     return staged.on_mesh() if isinstance(staged, StagedTensor) else staged
+
+
+def _in_chunks(leaves: Sequence[Any], mesh: dtensor.Mesh) -> list[Any]:
+    """Split the leaves of a batch along their sequences (layouts/sequence_chunks.py).
+
+    The first tensor of two dims or more tells the length of the sequences. Tensors without a sequence get a row for
+    each chunk.
+
+    Raises:
+        StrategyError: A tensor has another length, or the context axis does not divide the length.
+    """
+    axes = axis_sizes(mesh)
+    chunks = SequenceChunks.of(axes)
+    hosts = [leaf if _stays(leaf) or isinstance(leaf, tf.RaggedTensor) else _host_array(leaf) for leaf in leaves]
+    arrays = [each for each in hosts if isinstance(each, np.ndarray)]
+    length = next((each.shape[1] for each in arrays if each.ndim > 1), None)
+    shapes = [tuple(each.shape) for each in arrays]
+    if length is None:
+        if any(each.ndim for each in arrays) and not any(map(transfer.is_dtensor, leaves)):
+            raise StrategyError(
+                f"Mesh axis '{axes.context}' splits sequences, and no tensor of the batch has one. Give tensors of "
+                f"shape (batch, sequence, ...), or leave the axis out of the mesh. Received: tensors of {shapes}"
+            )
+        return hosts
+    if length % axes.contexts:
+        raise StrategyError(
+            f"Mesh axis '{axes.context}' of {axes.contexts} devices does not divide sequences of {length} positions. "
+            f"Pad the sequences to a multiple of {axes.contexts}, with a mask or sample weights of 0 for the padding. "
+            f"Received: tensors of shapes {shapes}"
+        )
+
+    def split(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray) or not leaf.ndim:
+            return leaf
+        if leaf.ndim == 1 or leaf.shape[1] == 1:
+            return chunks.repeated(leaf)
+        if leaf.shape[1] != length:
+            raise StrategyError(
+                f"Mesh axis '{axes.context}' splits dim 1 of every tensor of a batch, so all need the length of the "
+                f"first one, {length}, or length 1. Reshape the others to (batch, 1, ...) if they have no sequence, "
+                f"or leave the axis out of the mesh. Received: tensors of shapes {shapes}"
+            )
+        return chunks.rows_of(leaf)
+
+    return [split(leaf) for leaf in hosts]
 
 
 def _stays(value: Any) -> bool:

@@ -31,6 +31,10 @@ def create_mesh(*unnamed: object, roles: Any = None, **sizes: int) -> dtensor.Me
     each replica first, then between replicas. The devices of a replica are consecutive: if a replica has as many
     devices as a host, the replica is a host. In the returned mesh, the axis `batch` spans the devices of all replicas.
 
+    An axis `context` (role `"context"`) splits sequences: its devices have different positions of the same samples. It
+    needs a data axis, which spans the devices of both in the returned mesh. The devices that share sequences are
+    consecutive.
+
     An axis `pipeline` (role `"pipeline"`) is for models that `tfshard.pipeline` has cut into stages. Each position on
     the axis has different layers, on a mesh of all other axes.
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
-from tfshard.devices import clients, device_order, expansions, local_shards, messages, transfer
+from tfshard.devices import block_codes, clients, device_order, expansions, local_shards, messages, transfer
 from tfshard.errors import MeshError
 from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.variable_layout import Axes
@@ -31,6 +31,9 @@ GATHER = "CollectiveGatherV2"
 
 # A function of a tensor, its layout and its mesh.
 Function: TypeAlias = Callable[[tf.Tensor, Axes, dtensor.Mesh], tf.Tensor]
+
+# The attribute of operations that encode shards for a gather, and decode them behind it.
+CODED = "_tfshard_coded_gather"
 
 # The dtypes that `gather` supports. It sends bfloat16 as float16.
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -43,23 +46,35 @@ _FIRST_GROUP = 0x40000000
 _instances = itertools.count(0x100000)
 
 
-def gathered(tensor: tf.Tensor, axes: Axes, target: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+def gathered(tensor: tf.Tensor, axes: Axes, target: Axes, mesh: dtensor.Mesh, codes: str | None = None) -> tf.Tensor:
     """Change a tensor's layout from `axes` to `target`. Uses `gather` where DTensor would gather by a reduction.
 
     On a mesh with several axes, DTensor gathers by an all-reduce of zero-padded shards (devices/gathers.py), which
     sends twice the bytes and holds the full tensor twice. On all meshes, it gathers bfloat16 by an all-reduce of
     float32.
+
+    Args:
+        tensor: The tensor.
+        axes: Its layout.
+        target: The layout of the result.
+        mesh: The mesh.
+        codes: As for `gather`. The tensor is then gathered over the data axis, in a step that is being traced.
     """
     sizes = axis_sizes(mesh)
     over = [axis for axis, kept in zip(axes, target, strict=True) if axis is not None and kept is None]
     is_gather = len(over) == 1 and target == tuple(None if axis == over[0] else axis for axis in axes)
     by_reduction = sizes.shards_by_several or tensor.dtype == tf.bfloat16
+    if codes is not None:
+        assert is_gather and over[0] == sizes.data, (axes, target)
+        return gather(tensor, axes, mesh, codes=codes)
     if not (is_gather and sizes[over[0]] > 1 and by_reduction and tensor.dtype in _DTYPES):
         return transfer.relayout(tensor, target, mesh)
     return gather(tensor, axes, mesh, None if over[0] == sizes.data else over[0])
 
 
-def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh, over: str | None = None) -> tf.Tensor:
+def gather(
+    stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh, over: str | None = None, codes: str | None = None
+) -> tf.Tensor:
     """All-gather a tensor's local shards over an axis, by one collective: by default within each replica.
 
     Args:
@@ -68,10 +83,16 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh, over: str | None =
         axes: The tensor's layout.
         mesh: The mesh.
         over: The axis, if not the data axis.
+        codes: The dtype of codes in which each device sends its shard (block_codes.py). By default its elements as they
+            are. Only in a step that is being traced.
 
     Returns:
-        The tensor in the same layout, but replicated over the axis. With replicas, it has one replica's rows.
+        The tensor in the same layout, but replicated over the axis. With replicas, it has one replica's rows. With
+        `codes`, every device has the elements that the codes stand for, also of its own shard.
     """
+    if codes is not None:
+        with _private.marked(CODED):
+            return _gather_codes(stored, axes, mesh, codes)
     if tf.executing_eagerly():
         return _in_a_function(gather if over is None else _gather_over(over), stored, axes, mesh)
     sizes = axis_sizes(mesh)
@@ -96,6 +117,46 @@ def gather(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh, over: str | None =
     # The shape is unknown otherwise: in the graph, the local shard's type has the global shape.
     rows = tf.ensure_shape(rows, (group_size * math.prod(shard),))
     rows = tf.bitcast(rows, tf.bfloat16) if is_brain else rows
+    return _joined(rows, shard, group_size, axes, axis, mesh)
+
+
+def _gather_codes(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh, codes: str) -> tf.Tensor:
+    """All-gather a tensor's local shards within each replica, as codes of one byte."""
+    sizes = axis_sizes(mesh)
+    axis, group_size = sizes.data, sizes.shards
+    assert axis is not None
+    allow_collectives()
+    shard = transfer.shard_shape(tuple(stored.shape), transfer.layout(axes, mesh))
+    dim, elements = axes.index(axis), math.prod(shard)
+    with tf.name_scope("all_gather"), local_shards.scope():
+        local = local_shards.varying(local_shards.to_local(transfer.relayout(stored, axes, mesh), axes, mesh), mesh)
+        first = [dim, *(each for each in range(len(shard)) if each != dim)]
+        line = tf.reshape(tf.transpose(local, first) if dim else local, (1, -1))
+        words = block_codes.encode(tf.cast(line, tf.float32), codes)
+        rows = tf.raw_ops.CollectiveGatherV2(
+            input=words, group_size=group_size, **_common(_keys_of_replicas(mesh), mesh)
+        )
+        # The shape is unknown otherwise.
+        rows = tf.ensure_shape(rows, (group_size, words.shape[1]))
+        rows = tf.cast(block_codes.decode(rows, codes, elements), stored.dtype)
+    return _joined(rows, shard, group_size, axes, axis, mesh)
+
+
+def _joined(
+    rows: tf.Tensor, shard: tuple[int, ...], group_size: int, axes: Axes, axis: str, mesh: dtensor.Mesh
+) -> tf.Tensor:
+    """Join the shards that a device has gathered over an axis, which follow each other in `rows`.
+
+    Args:
+        rows: The shards, each with its sharded dim in front.
+        shard: The shape of a shard.
+        group_size: The number of shards.
+        axes: The layout in front of the gather.
+        axis: The axis.
+        mesh: The mesh.
+    """
+    dim = axes.index(axis)
+    first = [dim, *(each for each in range(len(shard)) if each != dim)]
     rows = tf.reshape(rows, [group_size * shard[dim], *(shard[each] for each in first[1:])])
     rows = transfer.relayout(rows, (None,) * len(shard), mesh)
     if dim:
@@ -151,10 +212,21 @@ def meet(mesh: dtensor.Mesh) -> None:
         if sizes.replicas > 1:
             zero = transfer.host_to_mesh(np.zeros(1, np.float32), (None,), mesh)
             _in_a_function(_all_reduce, zero, (None,), mesh)
+        if sizes.contexts > 1:
+            index = np.arange(sizes.data_size, dtype="float32")[:, np.newaxis] % sizes.contexts
+            stored = transfer.host_to_mesh(index, (sizes.data, None), mesh)
+            found = _in_a_function(_gathered_chunks, stored, (sizes.data, None), mesh)
+            size = sizes.contexts
+            device_order.check(found, sizes.data, mesh, lambda place: _places(place // size, size))
     _met.add(mesh.to_string())
 
 
 _met: set[str] = set()
+
+
+def _gathered_chunks(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    local = local_shards.parted(stored, axes, mesh)
+    return transfer.relayout(gathered_in_context(local, mesh), (None, None), mesh)
 
 
 def _places(number: int, count: int) -> slice:
@@ -335,6 +407,44 @@ def gathered_rows(row: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return tf.ensure_shape(rows, (size, *row.shape[1:]))
 
 
+def exchanged_in_context(rows: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Run an all-to-all between the devices that share sequences.
+
+    Args:
+        rows: `(contexts, ...)` on each device: a row for each device of the group. In a step that is being traced.
+        mesh: A mesh with a context axis.
+
+    Returns:
+        A tensor with the shape of `rows`: the row from each device of the group, in the order of their chunks.
+    """
+    allow_collectives()
+    return tf.raw_ops.CollectiveAllToAllV2(
+        input=rows,
+        group_size=axis_sizes(mesh).contexts,
+        **_common(_keys_of_contexts(mesh), mesh),
+    )
+
+
+def gathered_in_context(row: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Run an all-gather between the devices that share sequences.
+
+    Args:
+        row: `(1, ...)` on each device. In a step that is being traced.
+        mesh: A mesh with a context axis.
+
+    Returns:
+        `(contexts, ...)`, in the order of the chunks.
+    """
+    allow_collectives()
+    size = axis_sizes(mesh).contexts
+    rows = tf.raw_ops.CollectiveGatherV2(
+        input=row,
+        group_size=size,
+        **_common(_keys_of_contexts(mesh), mesh),
+    )
+    return tf.ensure_shape(rows, (size, *row.shape[1:]))
+
+
 def sum_over_devices(local: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     """Sum local tensors over all devices of the data axis by one all-reduce. Use this for small tensors.
 
@@ -439,6 +549,12 @@ def _keys_between_replicas(mesh: dtensor.Mesh) -> np.ndarray:
     """Return the group keys, by location, for the devices at the same position in each replica."""
     sizes = axis_sizes(mesh)
     return _keys(mesh, lambda index: index % sizes.shards, sizes.shards)
+
+
+def _keys_of_contexts(mesh: dtensor.Mesh) -> np.ndarray:
+    """Return the group keys, by location, for the devices that share sequences and hold the same model shards."""
+    sizes = axis_sizes(mesh)
+    return _keys(mesh, lambda index: index // sizes.contexts, sizes.sample_shards)
 
 
 def _keys_of_all(mesh: dtensor.Mesh) -> np.ndarray:

@@ -9,6 +9,7 @@ for the variables, `model_graph` for the operations.
     batches           checks that a training step can take a batch
     adapters          how a step calls layers with LoRA
     dim_rules         one rule for each type of operation: how a sharded dim passes through it
+    token_flow        which operations combine the positions of a sequence
     auto_layout       which dims of which kernels to shard
     traced_loss       the loss that a step differentiates, on labels of which only shapes are known
     flops             how many floating-point operations a step takes

@@ -34,11 +34,15 @@ class ModelGraph:
         operations: The operations in the order in which they were made: inputs come before uses.
         variables: The name of a variable's placeholder to the variable.
         outputs: The names of the tensors that the model returns.
+        inputs: The names of the tensors that the model takes.
+        losses: The names of the losses that layers add.
     """
 
     operations: tuple[tf.Operation, ...]
     variables: dict[str, VariableSpec]
     outputs: frozenset[str]
+    inputs: frozenset[str] = frozenset()
+    losses: frozenset[str] = frozenset()
 
     @functools.cached_property
     def consumers(self) -> dict[str, list[tuple[int, int]]]:
@@ -130,12 +134,15 @@ def _trace(model: keras.Model, specs: Any) -> ModelGraph:
                 layer=layer,
             )
         tensors = _map_specs(lambda shape, dtype: tf.compat.v1.placeholder(dtype, shape), specs)
-        with keras.StatelessScope(state_mapping=mapping), adapters.apart(model):
+        scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True)
+        with scope, adapters.apart(model):
             outputs = model(tensors, training=False)
     return ModelGraph(
         operations=tuple(graph.get_operations()),
         variables=variables,
         outputs=frozenset(t.name for t in keras.tree.flatten(outputs) if isinstance(t, tf.Tensor)),
+        inputs=frozenset(t.name for t in keras.tree.flatten(tensors)),
+        losses=frozenset(t.name for t in scope.losses if isinstance(t, tf.Tensor) and t.graph is graph),
     )
 
 

@@ -10,12 +10,15 @@ decides the layouts of a model, once.
     variable_layout    a variable's spec to its `VariableLayout`; `FlatForm`, the padded form
     shard_rows         an array with a row for each shard
     gradient_reduction `GradientReduction`: the extension point for reductions that DTensor does not have
+    dtype_rules        dtypes that users choose by patterns of paths
     slot_dtypes        the dtype in which the optimizer slots of each variable are stored
+    gather_dtypes      the dtype in which a step gathers the shards of each parameter
     groups             which small variables share a buffer
     placement          `ModelPlacement`: the layout of each variable of a model, and of each slot
     network_sizes      the sizes of groups for a network
     parameter_analyzer `ParameterAnalyzer`: the policy of groups that users choose
     planner            the seam: the one module of the runtime that calls `tfshard.planning`, late
+    sequence_chunks    how a context axis splits the sequences of a batch
     boxes              the local shards of a device, as boxes of the variables' shapes
 """
 

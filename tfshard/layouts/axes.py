@@ -14,7 +14,8 @@ BATCH_AXIS = "batch"
 REPLICA_AXIS = "replica"
 MODEL_AXIS = "model"
 PIPELINE_AXIS = "pipeline"
-OWN_NAMES = (BATCH_AXIS, REPLICA_AXIS, MODEL_AXIS, PIPELINE_AXIS)
+CONTEXT_AXIS = "context"
+OWN_NAMES = (BATCH_AXIS, REPLICA_AXIS, CONTEXT_AXIS, MODEL_AXIS, PIPELINE_AXIS)
 
 
 class Role(str, enum.Enum):
@@ -31,6 +32,9 @@ class Role(str, enum.Enum):
     """Devices along it share the work of one layer: the layout map says which dims they shard."""
     PIPELINE = "pipeline"
     """Devices along it have other layers: each of its places is a mesh of the other axes, for one part of a model."""
+    CONTEXT = "context"
+    """Devices along it have other positions of the same sequences. The ZeRO stages shard over it as over the data
+    axis."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,15 +68,25 @@ class MeshAxes(Mapping[str, int]):
     >>> hybrid, dict(hybrid), hybrid.data_size, hybrid.replicas, hybrid.shards
     ({'replica': 2, 'batch': 4}, {'batch': 8}, 8, 2, 4)
 
+    A context axis is merged into the data axis, too. The context index is the minor index.
+
+    >>> axes = MeshAxes.of({"batch": 2, "context": 4})
+    >>> axes, dict(axes), axes.data_size, axes.contexts, axes.sample_shards
+    ({'batch': 2, 'context': 4}, {'batch': 8}, 8, 4, 2)
+
     Attributes:
         axes: The axes in order, as DTensor has them.
         replica: The name of the replica axis; None without one.
         replicas: How many copies of the data axis's shards the mesh stores.
+        context: The name of the context axis; None without one.
+        contexts: How many devices share a sequence.
     """
 
     axes: tuple[MeshAxis, ...]
     replica: str | None = None
     replicas: int = 1
+    context: str | None = None
+    contexts: int = 1
 
     @classmethod
     def of(cls, axes: Mapping[str, int], roles: Mapping[str, str] | None = None) -> "MeshAxes":
@@ -80,13 +94,14 @@ class MeshAxes(Mapping[str, int]):
 
         Args:
             axes: Name to size. A `MeshAxes` keeps its roles.
-            roles: Name to role, `"data"`, `"replica"` or `"tensor"`, for axes with a role that the name does not imply.
-                By default `batch`, `data`, `dp` and `fsdp` are for data, `replica` is for replicas, `pipeline` and `pp`
-                are for pipelines, and every other name is for tensor parallelism.
+            roles: Name to role, such as `"data"` or `"tensor"`, for axes with a role that the name does not imply. By
+                default `batch`, `data`, `dp` and `fsdp` are for data, `replica` is for replicas, `context` and `cp` are
+                for context parallelism, `pipeline` and `pp` are for pipelines, and every other name is for tensor
+                parallelism.
 
         Raises:
-            MeshError: A size that is not a positive integer; an unknown role or axis in `roles`; two axes for data or
-                replicas; replicas without an axis for data.
+            MeshError: A size that is not a positive integer; an unknown role or axis in `roles`; two axes for data,
+                replicas or context; replicas or context without an axis for data.
         """
         if isinstance(axes, cls) and roles is None:
             return axes
@@ -100,14 +115,16 @@ class MeshAxes(Mapping[str, int]):
             axes = axes.given
         found = roles_of(axes, roles)
         replica = next((name for name, role in found.items() if role is Role.REPLICA), None)
+        context = next((name for name, role in found.items() if role is Role.CONTEXT), None)
         replicas = 1 if replica is None else axes[replica]
+        contexts = 1 if context is None else axes[context]
         sizes = {
-            name: size * replicas if found[name] is Role.DATA else size
+            name: size * replicas * contexts if found[name] is Role.DATA else size
             for name, size in axes.items()
-            if name != replica
+            if name not in (replica, context)
         }
         made = tuple(MeshAxis(name=name, size=size, role=found[name]) for name, size in sizes.items())
-        return cls(made, replica=replica, replicas=replicas)
+        return cls(made, replica=replica, replicas=replicas, context=context, contexts=contexts)
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
@@ -124,20 +141,28 @@ class MeshAxes(Mapping[str, int]):
 
     @functools.cached_property
     def given(self) -> dict[str, int]:
-        """Name to size as a user gives them: the replica axis is separate, before the data axis."""
+        """Name to size as a user gives them: the replica axis before the data axis, the context axis behind it."""
         found: dict[str, int] = {}
         for name, size in self._sizes.items():
-            if self.replica is not None and name == self.data:
-                found |= {self.replica: self.replicas, name: self.shards}
-            else:
+            if name != self.data:
                 found[name] = size
+                continue
+            if self.replica is not None:
+                found[self.replica] = self.replicas
+            found[name] = size // (self.replicas * self.contexts)
+            if self.context is not None:
+                found[self.context] = self.contexts
         return found
 
     @functools.cached_property
     def roles(self) -> dict[str, Role]:
         """Name to role of the axes in `given`."""
         found = {axis.name: axis.role for axis in self.axes}
-        return {name: found.get(name, Role.REPLICA) for name in self.given}
+        if self.replica is not None:
+            found[self.replica] = Role.REPLICA
+        if self.context is not None:
+            found[self.context] = Role.CONTEXT
+        return {name: found[name] for name in self.given}
 
     def with_role(self, role: Role) -> tuple[str, ...]:
         """Return the names of the axes with `role`, in mesh order."""
@@ -169,6 +194,11 @@ class MeshAxes(Mapping[str, int]):
     def shards(self) -> int:
         """The number of shards of a ZeRO-sharded tensor: the devices of the data axis in one replica."""
         return self.data_size // self.replicas
+
+    @property
+    def sample_shards(self) -> int:
+        """The number of devices with different samples: the devices of the data axis, each context group once."""
+        return self.data_size // self.contexts
 
     @functools.cached_property
     def tensor(self) -> tuple[str, ...]:
@@ -204,7 +234,7 @@ class MeshAxes(Mapping[str, int]):
         return self.given == (other.given if isinstance(other, MeshAxes) else dict(other)) and same_roles
 
     def __hash__(self) -> int:
-        return hash((frozenset(self.axes), self.replicas))
+        return hash((frozenset(self.axes), self.replicas, self.contexts))
 
     def __repr__(self) -> str:
         # Equal to a dict, so shown as a dict.
@@ -216,6 +246,7 @@ _ROLES_OF_NAMES = {
     **dict.fromkeys((BATCH_AXIS, "data", "data_parallel", "dp", "dp_shard", "fsdp"), Role.DATA),
     **dict.fromkeys((REPLICA_AXIS, "dp_replicate"), Role.REPLICA),
     **dict.fromkeys((PIPELINE_AXIS, "pipeline_parallel", "pp"), Role.PIPELINE),
+    **dict.fromkeys((CONTEXT_AXIS, "context_parallel", "cp"), Role.CONTEXT),
 }
 
 
@@ -277,13 +308,24 @@ def roles_of(axes: Mapping[str, int], roles: Mapping[str, str] | None = None) ->
             f"A mesh can have at most one replica axis, together with a data axis, such as {{'{REPLICA_AXIS}': 2, "
             f"'{BATCH_AXIS}': 4}}. Received: axes={dict(axes)}, roles={dict(roles)}"
         )
+    of_contexts = tuple(name for name, role in found.items() if role is Role.CONTEXT)
+    if len(of_contexts) > 1 or (of_contexts and not for_data):
+        raise MeshError(
+            f"A mesh can have at most one context axis, together with a data axis, such as {{'{BATCH_AXIS}': 1, "
+            f"'{CONTEXT_AXIS}': 4}}. Received: axes={dict(axes)}, roles={dict(roles)}"
+        )
+    if of_contexts and of_pipelines:
+        raise MeshError(
+            "A mesh cannot have a context axis and a pipeline axis. Use the devices of one of them for the batch or "
+            f"the model axis. Received: axes={dict(axes)}, roles={dict(roles)}"
+        )
     return found
 
 
 # The name of a DTensor mesh encodes replicas and the roles that axis names do not imply. DTensor carries the name
 # along: in the meshes of layouts and tensors, in comparisons, in copies and pickles. DTensor uses the name only to look
 # up an order of TPU cores. A mesh with any other name, such as a mesh from dtensor.create_mesh, has default roles.
-_ROLES, _REPLICAS = "tfshard_roles=", "tfshard_replicas="
+_ROLES, _REPLICAS, _CONTEXTS = "tfshard_roles=", "tfshard_replicas=", "tfshard_contexts="
 
 
 def mesh_name(mesh_axes: MeshAxes) -> str:
@@ -293,6 +335,8 @@ def mesh_name(mesh_axes: MeshAxes) -> str:
         parts.append(_ROLES + ",".join(axis.role for axis in mesh_axes.axes))
     if mesh_axes.replica is not None:
         parts.append(f"{_REPLICAS}{mesh_axes.replica},{mesh_axes.replicas}")
+    if mesh_axes.context is not None:
+        parts.append(f"{_CONTEXTS}{mesh_axes.context},{mesh_axes.contexts}")
     return ";".join(parts)
 
 
@@ -313,4 +357,9 @@ def _axes_of(name: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> MeshA
             assert data is not None
             axes = {replica: int(replicas), **axes, data: axes[data] // int(replicas)}
             roles = {**({} if roles is None else roles), replica: Role.REPLICA}
+        elif part.startswith(_CONTEXTS):
+            context, contexts = part.removeprefix(_CONTEXTS).split(",")
+            data = next(name for name, role in roles_of(axes, roles).items() if role is Role.DATA)
+            axes = {**axes, data: axes[data] // int(contexts), context: int(contexts)}
+            roles = {**({} if roles is None else roles), context: Role.CONTEXT}
     return MeshAxes.of(axes, roles)

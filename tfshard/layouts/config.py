@@ -13,9 +13,11 @@ from typing import Any
 from tfshard.errors import StrategyError
 from tfshard.layouts import variable_kind
 from tfshard.layouts.axes import MeshAxes
+from tfshard.layouts.dtype_rules import DtypeByPath
+from tfshard.layouts.gather_dtypes import GatherDtypes
 from tfshard.layouts.gradient_reduction import OPTION_NAME, GradientReduction
 from tfshard.layouts.layout_map import LayoutMap
-from tfshard.layouts.slot_dtypes import SlotDtype, SlotDtypes
+from tfshard.layouts.slot_dtypes import SlotDtypes
 from tfshard.layouts.variable_kind import VariableKind
 
 REDUCE_DTYPES = ("float32", "bfloat16")
@@ -160,18 +162,22 @@ class ReshardPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of reductions and of stored slots.
+    """The dtypes of reductions, of stored slots and of gathers.
 
     Attributes:
         reduce_dtype: The dtype in which devices add up bfloat16 gradients.
         slot_dtypes: The dtype in which each variable's optimizer slots are stored.
+        gather_dtypes: The dtype in which each parameter is gathered.
     """
 
     reduce_dtype: str = "float32"
     slot_dtypes: SlotDtypes = SlotDtypes()
+    gather_dtypes: GatherDtypes = GatherDtypes()
 
     @classmethod
-    def from_options(cls, reduce_dtype: str = "float32", slot_dtype: SlotDtype = None) -> "Precision":
+    def from_options(
+        cls, reduce_dtype: str = "float32", slot_dtype: DtypeByPath = None, gather_dtype: DtypeByPath = None
+    ) -> "Precision":
         """Check and pack a user's options.
 
         Raises:
@@ -179,7 +185,11 @@ class Precision:
         """
         if reduce_dtype not in REDUCE_DTYPES:
             raise StrategyError(f"reduce_dtype must be one of {REDUCE_DTYPES}. Received: {reduce_dtype!r}")
-        return cls(reduce_dtype=reduce_dtype, slot_dtypes=SlotDtypes.of(slot_dtype))
+        return cls(
+            reduce_dtype=reduce_dtype,
+            slot_dtypes=SlotDtypes.of(slot_dtype),
+            gather_dtypes=GatherDtypes.of(gather_dtype),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,6 +261,33 @@ class AttentionChoice(enum.Enum):
         return found
 
 
+class ContextAttention(enum.Enum):
+    """How the devices of a context axis compute attention of full sequences.
+
+    Attributes:
+        ULYSSES: They exchange heads for positions, by all-to-alls.
+        GATHER: They gather keys and values.
+    """
+
+    ULYSSES = "ulysses"
+    GATHER = "gather"
+
+    @classmethod
+    def from_option(cls, context_attention: Any) -> "ContextAttention":
+        """Return the choice with a name.
+
+        Raises:
+            StrategyError: No choice has the name.
+        """
+        found = next((each for each in cls if each.value == context_attention), None)
+        if found is None:
+            names = tuple(each.value for each in cls)
+            raise StrategyError(
+                f"context_attention must be one of {names}. Received: context_attention={context_attention!r}"
+            )
+        return found
+
+
 AUTO_CHUNKS = "auto"
 
 
@@ -300,6 +337,7 @@ class ShardingConfig:
         already_sharded: True: each client of a launched run feeds its local rows of every batch.
         reduction: How devices reduce some gradients, in place of DTensor's reductions. Users call it `compression`.
         attention: How attention is computed.
+        context_attention: How the devices of a context axis compute attention of full sequences.
         kinds: The kinds of variables that no step reads in full, each with the user's settings for the kind.
         chunked_cross_entropy: How a step computes the cross entropy of a model's last projection by chunks of tokens;
             None to compute it from whole logits.
@@ -322,6 +360,7 @@ class ShardingConfig:
     already_sharded: bool = False
     reduction: GradientReduction | None = None
     attention: AttentionChoice = AttentionChoice.AUTO
+    context_attention: ContextAttention = ContextAttention.ULYSSES
     kinds: tuple[VariableKind, ...] = ()
     chunked_cross_entropy: ChunkedCrossEntropy | None = None
 
@@ -331,6 +370,13 @@ class ShardingConfig:
                 "analyzer must be a tfshard.ParameterAnalyzer, or None for no groups. "
                 f"Received: analyzer={self.analyzer!r} (of type {type(self.analyzer)})"
             )
+        if self.precision.gather_dtypes.rounds and not self.zero_stage.shard_params:
+            raise StrategyError(
+                "gather_dtype needs zero_stage=3, where devices keep exact shards of parameters. At stage 0 nothing is "
+                "gathered. At stages 1 and 2 the gathered parameters are the only copy: the roundings of all steps "
+                f"would add up. Received: gather_dtype={dict(self.precision.gather_dtypes.rules)}, "
+                f"zero_stage={self.zero_stage}"
+            )
 
     def check_mesh(self, axes: MeshAxes) -> None:
         """Check that a mesh with `axes` can carry out the settings.
@@ -338,17 +384,34 @@ class ShardingConfig:
         Raises:
             LayoutError: The layout map names an axis that the mesh does not have.
             StrategyError: The mesh does not fit `reduction`, or `reduce_once` on a mesh with several axes of more than
-                one device.
+                one device; a mesh with a context axis does not fit a setting.
         """
         if self.reduction is not None:
             self.reduction.check_mesh(axes)
         if self.layout_map is not None:
             self.layout_map.check_axes(axes)
+        if axes.contexts > 1:
+            self._check_context(axes)
         if self.microbatches.reduce_once and axes.shards_by_several:
             raise StrategyError(
                 "reduce_once=True needs a mesh of only a batch axis: on other axes, each device holds only a part "
                 f"of a gradient. Received: mesh={axes}"
             )
+
+    def _check_context(self, axes: MeshAxes) -> None:
+        refused = {
+            "attention='math'": self.attention is AttentionChoice.MATH,
+            "sequence_parallel=True": self.sequence_parallel,
+            "already_sharded=True": self.already_sharded,
+            "tables=": bool(self.kinds),
+            "compression=": self.reduction is not None,
+        }
+        for setting, is_set in refused.items():
+            if is_set:
+                raise StrategyError(
+                    f"{setting} does not work on a mesh with a context axis, which splits the sequences of a batch "
+                    f"between devices. Leave one of them out. Received: {setting}, mesh={axes}"
+                )
 
     def kind_at(self, path: str) -> VariableKind | None:
         """Return the kind of the variable at `path`; None for an ordinary variable."""
@@ -360,7 +423,7 @@ class ShardingConfig:
         found: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, (ZeroStage, AttentionChoice)):
+            if isinstance(value, (ZeroStage, AttentionChoice, ContextAttention)):
                 found[field.name] = value.value
             elif isinstance(value, (ReshardPolicy, Precision, Microbatches, Offload)):
                 found |= {

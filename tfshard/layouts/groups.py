@@ -43,7 +43,8 @@ def group(
         trained = layout.spec.trainable
         # A layout map may store some of the trained variables sharded.
         stored = trained and (layout.store_sharded, layout.update_sharded)
-        key = (layout.spec.dtype, frozenset(layout.compute) - {None}, trained, layout.slot_dtype, stored)
+        dtypes = (layout.spec.dtype, layout.slot_dtype, layout.gather_dtype)
+        key = (dtypes, frozenset(layout.compute) - {None}, trained, stored)
         alone = _OpenGroup(mesh_axes)
         if not alone.add(index, layout, policy.max_group_bytes):
             continue

@@ -2,14 +2,10 @@
 
 import dataclasses
 import math
-import re
-from collections.abc import Mapping
 
-from tfshard.errors import StrategyError
+from tfshard.layouts import dtype_rules
+from tfshard.layouts.dtype_rules import DtypeByPath, Rules
 from tfshard.layouts.layout_map import VariableSpec
-
-# A user's argument: one dtype for all variables, or a dtype for each pattern of paths.
-SlotDtype = str | Mapping[str, str] | None
 
 _DTYPES = ("float32", "bfloat16", "int8")
 # Smaller variables keep float32 slots where others have 8 bits: their slots take few bytes, and are sensitive.
@@ -25,36 +21,22 @@ class SlotDtypes:
             keep their dtype.
     """
 
-    rules: tuple[tuple[str, str], ...] = ()
+    rules: Rules = ()
 
     @classmethod
-    def of(cls, given: SlotDtype) -> "SlotDtypes":
+    def of(cls, given: DtypeByPath) -> "SlotDtypes":
         """Convert a user's argument.
 
         Raises:
             StrategyError: An unknown dtype, or an invalid regular expression.
         """
-        rules = dict(given) if isinstance(given, Mapping) else {} if given is None else {".*": given}
-        for pattern, dtype in rules.items():
-            if dtype not in _DTYPES:
-                names = ", ".join(map(repr, _DTYPES))
-                raise StrategyError(
-                    f"slot_dtype must be None, or one of {names}, or a mapping from patterns of variables' paths to "
-                    f"one of them. Received: slot_dtype={given!r}"
-                )
-            try:
-                re.compile(pattern)
-            except (TypeError, re.error) as error:
-                raise StrategyError(
-                    f"A pattern in slot_dtype is not a regular expression: {error}. Received: slot_dtype={given!r}"
-                ) from error
-        return cls(rules=tuple(rules.items()))
+        return cls(rules=dtype_rules.rules_from(given, "slot_dtype", _DTYPES))
 
     def of_variable(self, spec: VariableSpec) -> str | None:
         """Return the dtype in which the moments of a variable are stored; None if they keep their dtype."""
         if not spec.trainable or spec.dtype != "float32":
             return None
-        dtype = next((dtype for pattern, dtype in self.rules if re.fullmatch(pattern, spec.path)), "float32")
+        dtype = dtype_rules.dtype_at(spec.path, self.rules) or "float32"
         is_small = dtype == "int8" and math.prod(spec.shape) < WIDE_BELOW_ELEMENTS
         return None if dtype == "float32" or is_small else dtype
 

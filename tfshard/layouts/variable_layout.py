@@ -25,6 +25,8 @@ REPLICATED_BELOW_BYTES = 1 << 20
 # Elements that share a scale if stored in 8 bits, and the bytes of a block: a code for each element, and the scale.
 BLOCK_ELEMENTS = 256
 BLOCK_BYTES = BLOCK_ELEMENTS + 4
+# The words of four bytes in which devices send a block.
+BLOCK_WORDS = BLOCK_BYTES // 4
 
 # Smaller gradients are reduced together with others, even on a mesh with replicas.
 LEAST_BY_REPLICAS_BYTES = 1 << 16
@@ -186,6 +188,8 @@ class VariableLayout:
         group: The number of the group that shares `flat`; None for an ungrouped variable.
         member: The index among the members of `flat`.
         slot_dtype: The dtype in which the moments of the variable are stored; None if they keep their dtype.
+        gather_dtype: The dtype of codes in which steps gather the stored variable, with a scale for each block of one
+            device's shard. None: its elements as they are.
         stored_dtype: The dtype in which the variable is stored; None for its dtype. `"int8"`: 8-bit codes, in blocks
             with a scale.
         slots_on_host: True if the host of accelerators stores the moments of the variable, as far as devices update
@@ -206,6 +210,7 @@ class VariableLayout:
     group: int | None = None
     member: int = 0
     slot_dtype: str | None = None
+    gather_dtype: str | None = None
     stored_dtype: str | None = None
     slots_on_host: bool = False
     on_host: bool = False
@@ -293,6 +298,7 @@ class VariableLayout:
             store_sharded=self.update_sharded,
             stored_dtype=self.slot_dtype if narrow else None,
             slot_dtype=None,
+            gather_dtype=None,
             slots_on_host=False,
             reduction=None,
             on_host=self.slots_on_host and is_moment and self.update_sharded and self.splits,
@@ -350,6 +356,7 @@ def plan_variable(
         update_sharded=shard_slots,
         reduce_scatter=eligible and (zero_stage.shard_grads or stored_by_rule),
         slot_dtype=slot_dtype,
+        gather_dtype=None if slot else config.precision.gather_dtypes.of_variable(spec),
         slots_on_host=config.offload.slots and spec.trainable,
     )
 

@@ -37,6 +37,8 @@ need other functions get a `LayerPatch`. Read `registry` first, then `rewrites`.
     blocks          blocks of layers that are computed again in the backward pass
     output_layouts  layouts of the outputs of layers
     sequence        sequence parallelism: layers gather and scatter the sequence
+    contexts        chunks of sequences: positions, and the exchange of heads for positions
+    context_parallel  position embeddings of chunks, and the check that only attention combines positions
     compiled_updates  updates of optimizers, as one XLA program on each device
     unsupported     layers and optimizers that cannot be sharded, and what to do instead
 """

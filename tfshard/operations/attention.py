@@ -23,10 +23,12 @@ from tensorflow.experimental import dtensor
 
 from tfshard import _private
 from tfshard.devices import batching
+from tfshard.errors import UnsupportedLayerError
 from tfshard.layouts.axes import axis_sizes
-from tfshard.layouts.config import AttentionChoice
+from tfshard.layouts.config import AttentionChoice, ContextAttention
+from tfshard.layouts.sequence_chunks import SequenceChunks
 from tfshard.layouts.variable_layout import Axes
-from tfshard.operations import block_masks, layer_patch, online_softmax, vocabulary
+from tfshard.operations import block_masks, contexts, layer_patch, online_softmax, vocabulary
 from tfshard.operations.block_masks import BlockMask
 from tfshard.operations.layer_patch import ATTENTION
 from tfshard.operations.local_map import local_map
@@ -40,8 +42,13 @@ LEAST_PAIRS = 1024 * 1024
 def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
     """Patch a model's attention layers: they compute in blocks, or note why not."""
     for layer in _private.flatten_layers(model):
-        if callable(getattr(layer, "_compute_attention", None)):
+        if is_attention(layer):
             layer_patch.apply(ATTENTION, layer, functools.partial(AttentionCall, weakref.ref(layer), mesh))
+
+
+def is_attention(layer: keras.Layer) -> bool:
+    """Return whether a layer computes attention in the way of Keras's layers."""
+    return callable(getattr(layer, "_compute_attention", None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +100,7 @@ class AttentionCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self._layer()
         if layer is None or not _is_traced():
+            _check_traced(self._mesh)
             return self._call(*args, **kwargs)
         form = _FORMS.get(_origin(layer))
         try:
@@ -100,6 +108,7 @@ class AttentionCall:
             result = None if given is None else _computed_in_blocks(given, self._mesh)
         except _NotInBlocksError as error:
             self.note(error)
+            _check_may_compute_otherwise(error, self._mesh, layer)
             return self._call(*args, **kwargs)
         if result is not None:
             self.note(None)
@@ -112,8 +121,16 @@ class AttentionCall:
         finally:
             _state.call = outer
         if not self.noted:
-            self.note(_NotInBlocksError(_why_not(layer, args, kwargs)))
+            reason = _NotInBlocksError(_why_not(layer, args, kwargs))
+            self.note(reason)
+            _check_may_compute_otherwise(reason, self._mesh, layer)
         return result
+
+    @property
+    def path(self) -> str:
+        """The path of the layer."""
+        layer = self._layer()
+        return "" if layer is None else layer.path or layer.name
 
     def note(self, error: _NotInBlocksError | None) -> None:
         """Note how the layer computed."""
@@ -144,6 +161,7 @@ def dot_product_attention(
         "attn_logits_soft_cap": attn_logits_soft_cap,
     }  # fmt: skip
     if not _is_traced():
+        _check_traced(mesh)
         return original(query, key, value, **given)
     call: AttentionCall | None = getattr(_state, "call", None)
     try:
@@ -158,6 +176,7 @@ def dot_product_attention(
     except _NotInBlocksError as error:
         if call is not None:
             call.note(error)
+        _check_may_compute_otherwise(error, mesh, None if call is None else call.path)
         return original(query, key, value, **given)
     if call is not None:
         call.note(None)
@@ -166,10 +185,36 @@ def dot_product_attention(
 
 def _is_traced() -> bool:
     """Return whether a step, or a block that is compiled, is being traced. Not so in loops and branches of a step."""
+    if contexts.recorder() is not None:
+        return True
     step = steps.current()
     if step is None or step.graph is None:
         return False
     return steps.is_local_trace() or steps.here() is step.graph
+
+
+def _check_traced(mesh: dtensor.Mesh) -> None:
+    """Raise an error for attention to chunks of sequences that cannot exchange them."""
+    if steps.current() is not None and axis_sizes(mesh).contexts > 1:
+        raise UnsupportedLayerError(
+            f"On a mesh with the context axis '{axis_sizes(mesh).context}', attention runs in compiled steps only, "
+            "outside of loops and branches: its devices exchange chunks of sequences. Compile the model without "
+            "run_eagerly=True, and call attention layers outside of tf.while_loop and tf.cond."
+        )
+
+
+def _check_may_compute_otherwise(error: _NotInBlocksError, mesh: dtensor.Mesh, layer: keras.Layer | str | None) -> None:
+    """Raise an error on a mesh with a context axis: as Keras computes it, attention would see one chunk only."""
+    recorder = contexts.recorder()
+    if recorder is not None and recorder.is_passive:
+        return
+    if axis_sizes(mesh).contexts > 1:
+        path = layer.path or layer.name if isinstance(layer, keras.Layer) else layer
+        raise UnsupportedLayerError(
+            f"{f'Attention layer {path!r}' if path else 'A call of keras.ops.dot_product_attention'} cannot attend "
+            f"across the devices of context axis '{axis_sizes(mesh).context}': {error}. Change the layer (see "
+            "docs/attention.md for what is computed in blocks), or leave the axis out of the mesh."
+        ) from error
 
 
 def _of_one_dtype(*tensors: Any) -> list[tf.Tensor]:
@@ -206,13 +251,21 @@ class _Given:
 
 def _computed_in_blocks(given: _Given, mesh: dtensor.Mesh) -> tf.Tensor:
     query, key, value = given.query, given.key, given.value
+    recorder = contexts.recorder()
+    if recorder is not None:
+        recorder.attentions.append(contexts.RecordedAttention(query=query, key=key, value=value, mask=given.mask))
+        if recorder.is_passive:
+            raise _NotInBlocksError("the model is only traced")
+        recorder.took([query, key, value], "attention")
+        return recorder.gave((*query.shape[:3], value.shape[3]), value.dtype)
+    has_context = axis_sizes(mesh).contexts > 1
     choice = tf.distribute.get_strategy().config.attention
     if choice is AttentionChoice.MATH:
         raise _NotInBlocksError("the strategy has attention='math'")
     if any(each.shape.rank != 4 or not each.shape.is_fully_defined() for each in (query, key, value)):
         raise _NotInBlocksError("the shapes of its queries and keys are not known, or do not have four dims")
     pairs = query.shape[1] * key.shape[1]
-    if choice is AttentionChoice.AUTO and pairs < LEAST_PAIRS:
+    if choice is AttentionChoice.AUTO and pairs < LEAST_PAIRS and not has_context:
         raise _TooShortError(
             f"{query.shape[1]} queries and {key.shape[1]} keys are too few for attention='auto' (from "
             f"{LEAST_PAIRS} pairs)"
@@ -241,6 +294,8 @@ def _computed_in_blocks(given: _Given, mesh: dtensor.Mesh) -> tf.Tensor:
         empty=given.empty,
         block=online_softmax.BLOCK,
     )
+    if has_context:
+        return _across_context(kind, query, key, value, parts, mesh)
     if steps.is_local_trace():
         return online_softmax.attend(kind, query, key, value, parts)
     return _on_mesh(kind, query, key, value, parts, mesh)
@@ -278,6 +333,98 @@ def _on_mesh(
         return online_softmax.attend(kind, query, key, value, parts)
 
     result: tf.Tensor = local_map(attend, layouts, [layouts[0]], mesh)(query, key, value, *parts)
+    return result
+
+
+def heads_of_context(heads: int, key_heads: int, contexts: int) -> int | None:
+    """Return how often the devices of a context repeat each head of keys, to exchange equally many; None if they cannot
+    share the heads of the queries.
+
+    Args:
+        heads: The heads of the queries of a device.
+        key_heads: The heads of the keys of a device.
+        contexts: The number of devices.
+    """
+    if heads % contexts:
+        return None
+    counts = range(1, heads // key_heads + 1)
+    return next(n for n in counts if key_heads * n % contexts == 0 and heads % (key_heads * n) == 0)
+
+
+def _across_context(
+    kind: Attention, query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, parts: Sequence[tf.Tensor], mesh: dtensor.Mesh
+) -> tf.Tensor:
+    """Run attention of full sequences, of which each device has a chunk (contexts.py)."""
+    axes = axis_sizes(mesh)
+    if query.shape[:2] != key.shape[:2] or query.shape[:2] != value.shape[:2]:
+        raise _NotInBlocksError(f"its queries {tuple(query.shape)} and keys {tuple(key.shape)} are of several lengths")
+    if steps.is_local_trace():
+        raise _NotInBlocksError("it is in a compiled block")
+    batch = batching.batch_axes(tuple(query.shape), mesh)[0] if axes.data_size > 1 else None
+    model = vocabulary.sharded_axis(query, 2)
+    local = query.shape[2] // axes[model] if model is not None and query.shape[2] % axes[model] == 0 else query.shape[2]
+    model = model if local < query.shape[2] else None
+    if model is not None and key.shape[2] % axes[model]:
+        # A device's heads of the queries share no whole heads of the keys.
+        key, value = (tf.repeat(each, query.shape[2] // each.shape[2], axis=2) for each in (key, value))
+    local_keys = key.shape[2] if model is None else key.shape[2] // axes[model]
+    gathers = tf.distribute.get_strategy().config.context_attention is ContextAttention.GATHER
+    repeats = 1 if gathers else heads_of_context(local, local_keys, axes.contexts)
+    if repeats is None:
+        raise _NotInBlocksError(
+            f"a device has {local} heads of queries, which are not divisible by the {axes.contexts} devices of axis "
+            f"'{axes.context}' (context_attention='gather' takes any number)"
+        )
+    if kind.mask is not None:
+        found = block_masks.of_full_sequences(kind.mask, parts, query.shape[0])
+        if found is None:
+            raise _NotInBlocksError(
+                "its mask was not made from a mask of padding and from positions that count: it has a value for each "
+                "pair of a query and a key"
+            )
+        kind, parts = dataclasses.replace(kind, mask=found[0]), found[1]
+    layouts: list[Axes] = [(batch, None, model, None)] * 3
+    layouts += [(batch if part.shape[0] > 1 else None, None, None, None) for part in parts]
+    exchange = contexts.Exchange(mesh, is_sharded=batch is not None)
+    if gathers and batch is not None:
+        return _with_gathered_keys(kind, [query, key, value, *parts], layouts, exchange, mesh)
+
+    def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *parts: tf.Tensor) -> tf.Tensor:
+        if repeats > 1:
+            key, value = (tf.repeat(each, repeats, axis=2) for each in (key, value))
+        query, key, value = (exchange.to_heads(each) for each in (query, key, value))
+        full = [exchange.all_positions(each) if max(each.shape[2:]) > 1 else each for each in parts]
+        return exchange.to_positions(online_softmax.attend(kind, query, key, value, full))
+
+    result: tf.Tensor = local_map(attend, layouts, [layouts[0]], mesh)(query, key, value, *parts)
+    return result
+
+
+def _with_gathered_keys(
+    kind: Attention,
+    given: Sequence[tf.Tensor],
+    layouts: Sequence[Axes],
+    exchange: contexts.Exchange,
+    mesh: dtensor.Mesh,
+) -> tf.Tensor:
+    """Run attention of a device's queries to the keys of all devices of its context.
+
+    Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2.
+    """
+    rows, length = given[0].shape[:2]
+    chunks = SequenceChunks.of(axis_sizes(mesh)).chunks_of_rows(rows).astype("int32") * length
+    first = tf.constant(chunks.reshape(rows, 1, 1, 1))
+
+    def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, first: tf.Tensor, *parts: tf.Tensor) -> tf.Tensor:
+        full = [exchange.all_positions(each) if each.shape[3] > 1 else each for each in parts]
+        here = kind
+        if kind.mask is not None or kind.is_causal:
+            mask, full = block_masks.of_later_queries(kind.mask, full, first[:1], is_causal=kind.is_causal)
+            here = dataclasses.replace(kind, mask=mask, is_causal=False)
+        return online_softmax.attend(here, query, key, value, full, exchange)
+
+    ins = [*layouts[:3], (layouts[0][0], None, None, None), *layouts[3:]]
+    result: tf.Tensor = local_map(attend, ins, [layouts[0]], mesh)(*given[:3], first, *given[3:])
     return result
 
 

@@ -40,7 +40,8 @@ _ELEMENTWISE: Mapping[str, Callable[..., tf.Tensor]] = {
 _REARRANGING = ("BroadcastTo", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient", "PreventGradient")
 
 # Descriptions of how to compute a block: ("part", number), (type of operation, inputs...), ("Cast", dtype, input),
-# ("Cumsum", dim, number of equal elements), ("MatrixBandPart", lower, upper, input).
+# ("Cumsum", dim, number of equal elements), ("MatrixBandPart", lower, upper, input), and for
+# numbers along a dim that grow by equal steps, ("Numbers", dim, first, step, dtype). ("Kept", input) is boolean.
 _Node = tuple[Any, ...]
 
 
@@ -50,9 +51,11 @@ class BlockMask:
 
     Attributes:
         node: The description.
+        first_query: The number of the part `(1, 1, 1, 1)` that has the number of the first query; None if it is 0.
     """
 
     node: _Node
+    first_query: int | None = None
 
     def block(
         self, parts: Sequence[tf.Tensor], first: tuple[tf.Tensor, tf.Tensor], sizes: tuple[int, int]
@@ -64,10 +67,10 @@ class BlockMask:
             first: The numbers of the first query and key of the block.
             sizes: The numbers of queries and keys of the block.
         """
-        found = _computed(self.node, parts, first, sizes)
-        if found.dtype == tf.bool:
-            return found
-        return found > tf.constant(0.5 if found.dtype.is_floating else 0, found.dtype)
+        # Numbers of queries within a part, and within the sequence.
+        begin = 0 if self.first_query is None else tf.reshape(parts[self.first_query], ())
+        found = _computed(self.node, parts, first, sizes, begin)
+        return _kept(found)
 
 
 def mask_of(mask: tf.Tensor, shape: Sequence[int]) -> tuple[BlockMask, list[tf.Tensor]]:
@@ -80,6 +83,112 @@ def mask_of(mask: tf.Tensor, shape: Sequence[int]) -> tuple[BlockMask, list[tf.T
     finder = _PartFinder(tuple(shape))
     places = tuple(range(4 - mask.shape.rank, 4))
     return BlockMask(finder.node_of(mask, places)), finder.parts
+
+
+def _kept(values: tf.Tensor) -> tf.Tensor:
+    """Return which values of a mask keep a pair."""
+    if values.dtype == tf.bool:
+        return values
+    return values > tf.constant(0.5 if values.dtype.is_floating else 0, values.dtype)
+
+
+def of_full_sequences(
+    mask: BlockMask, parts: Sequence[tf.Tensor], rows: int
+) -> tuple[BlockMask, list[tf.Tensor]] | None:
+    """Return a mask of chunks of sequences as a mask of full sequences, and the parts that it still has.
+
+    Numbers that count positions go on counting. The caller gathers the other parts along the positions of all chunks.
+
+    Args:
+        mask: The mask of queries and keys of a chunk.
+        parts: Its parts.
+        rows: The rows of the batch.
+
+    Returns:
+        None if a part has one value for each pair of a query and a key of a chunk, or constants that do not count.
+    """
+    nodes: list[_Node] = []
+    left: list[tf.Tensor] = []
+    for part in parts:
+        sizes = tuple(part.shape)
+        long = [place for place in (_QUERIES, _KEYS) if sizes[place] > 1]
+        if len(long) > 1 or sizes[1] > 1:
+            return None
+        values = _constant_value(part) if long else None
+        if values is not None and np.all(values == values[:1]):
+            numbers = _numbers(values[0].reshape(-1), long[0], part.dtype)
+            if numbers is None:
+                return None
+            nodes.append(numbers)
+        elif long and sizes[0] != rows:
+            return None
+        else:
+            nodes.append(("part", len(left)))
+            left.append(part)
+    return BlockMask(_with_parts(mask.node, nodes)), left
+
+
+def _with_parts(node: _Node, nodes: Sequence[_Node]) -> _Node:
+    if node[0] == "part":
+        return nodes[node[1]]
+    return tuple(_with_parts(each, nodes) if isinstance(each, tuple) else each for each in node)
+
+
+def _numbers(values: np.ndarray, place: int, dtype: tf.DType) -> _Node | None:
+    """Return a node for values that begin at a number and grow by equal steps; None for others."""
+    if dtype == tf.bool:
+        return None
+    first, step = float(values[0]), float(values[1] - values[0])
+    if not np.array_equal(values, first + step * np.arange(len(values))):
+        return None
+    return ("Numbers", place, first, step, dtype.name)
+
+
+_REARRANGED_CONSTANTS = ("ExpandDims", "Squeeze", "Reshape", "Identity", "Relayout", "CopyToMesh", "StopGradient")
+_COMPUTED_CONSTANTS: Mapping[str, Callable[..., Any]] = {
+    "AddV2": np.add, "Sub": np.subtract, "Mul": np.multiply, "Maximum": np.maximum, "Minimum": np.minimum,
+}  # fmt: skip
+
+
+def _constant_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """Return the value of a tensor that depends on nothing but constants, or None."""
+    found = tf.get_static_value(tensor)
+    if found is not None:
+        return np.asarray(found)
+    operation = tensor.op
+    if operation.type == "Range":
+        bounds: list[Any] = [_constant_value(each) for each in operation.inputs]
+        return None if any(each is None for each in bounds) else np.arange(*bounds, dtype=tensor.dtype.as_numpy_dtype)
+    if operation.type == "Cast":
+        found = _constant_value(operation.inputs[0])
+        return None if found is None else found.astype(tensor.dtype.as_numpy_dtype)
+    if operation.type in _REARRANGED_CONSTANTS and tensor.shape.is_fully_defined():
+        found = _constant_value(operation.inputs[0])
+        return None if found is None else found.reshape(tuple(tensor.shape))
+    if operation.type in _COMPUTED_CONSTANTS:
+        values = [_constant_value(each) for each in operation.inputs]
+        return None if any(each is None for each in values) else _COMPUTED_CONSTANTS[operation.type](*values)
+    return None
+
+
+def of_later_queries(
+    mask: BlockMask | None, parts: Sequence[tf.Tensor], first_query: tf.Tensor, *, is_causal: bool
+) -> tuple[BlockMask, list[tf.Tensor]]:
+    """Return a mask for queries that are not the first of their sequence, and its parts.
+
+    Args:
+        mask: The mask; None for no mask but a causal one.
+        parts: Its parts.
+        first_query: The number of the first query, int32, `(..., 1, 1, 1)`.
+        is_causal: True if query number i may attend to keys 0 to i only, besides.
+    """
+    made = [*parts, first_query]
+    node = None if mask is None else mask.node
+    if is_causal:
+        causal = ("GreaterEqual", *(("Numbers", place, 0.0, 1.0, "int32") for place in (_QUERIES, _KEYS)))
+        node = causal if node is None else ("LogicalAnd", ("Kept", node), causal)
+    assert node is not None
+    return BlockMask(node, first_query=len(parts)), made
 
 
 class _PartFinder:
@@ -186,12 +295,17 @@ def _equal_value(tensor: tf.Tensor) -> Any:
 
 
 def _computed(
-    node: _Node, parts: Sequence[tf.Tensor], first: tuple[tf.Tensor, tf.Tensor], sizes: tuple[int, int]
+    node: _Node,
+    parts: Sequence[tf.Tensor],
+    first: tuple[tf.Tensor, tf.Tensor],
+    sizes: tuple[int, int],
+    begin: tf.Tensor | int,
 ) -> tf.Tensor:
     kind, *rest = node
 
     def numbers(place: int) -> tf.Tensor:
         found = first[place - _QUERIES] + tf.range(sizes[place - _QUERIES])
+        found += begin if place == _QUERIES else 0
         return tf.reshape(found, [-1 if dim == place else 1 for dim in range(4)])
 
     if kind == "part":
@@ -202,7 +316,13 @@ def _computed(
                 starts[place], extents[place] = first[place - _QUERIES], sizes[place - _QUERIES]
         return tf.slice(part, tf.stack(starts), extents)
     if kind == "Cast":
-        return tf.cast(_computed(rest[1], parts, first, sizes), rest[0])
+        return tf.cast(_computed(rest[1], parts, first, sizes, begin), rest[0])
+    if kind == "Kept":
+        return _kept(_computed(rest[0], parts, first, sizes, begin))
+    if kind == "Numbers":
+        place, least, step, dtype = rest
+        found = tf.cast(numbers(place), tf.float64) * step + least
+        return tf.cast(found, dtype)
     if kind == "Cumsum":
         return tf.cast(numbers(rest[0]) + 1, rest[2]) * tf.cast(rest[1], rest[2])
     if kind == "MatrixBandPart":
@@ -211,6 +331,6 @@ def _computed(
         in_band = ((below <= lower) if lower >= 0 else tf.constant(True)) & (
             (-below <= upper) if upper >= 0 else tf.constant(True)
         )
-        found = _computed(inner, parts, first, sizes)
+        found = _computed(inner, parts, first, sizes, begin)
         return tf.where(in_band, found, tf.zeros([], found.dtype))
-    return _ELEMENTWISE[kind](*(_computed(each, parts, first, sizes) for each in rest))
+    return _ELEMENTWISE[kind](*(_computed(each, parts, first, sizes, begin) for each in rest))

@@ -5,7 +5,7 @@ kernels make a fixed number of elements at each count, in any thread (`FillPhilo
 core/kernels/random_op_cpu.h and random_op_gpu.h). A device that begins at another count therefore draws a slice of the
 draw of one device. DTensor's expansion gives each shard another seed instead, and the numbers differ from one device.
 
-- Each device draws its local rows if the draw may have the rows of the batch (`sharded_dim`).
+- Each device draws its local rows if the draw may have the rows of the batch (`sharded_dim`), or its chunks of them.
 - A microbatch draws its rows of the draw of the full batch. All microbatches of a step have the same seeds.
 - Every device makes other draws in full, and so the draws of generators that take a seed only (`OF_SEEDS`). DTensor
   keeps the seed of a draw that nothing shards.
@@ -24,6 +24,7 @@ from tensorflow.experimental import dtensor
 from tfshard import _private
 from tfshard.devices import local_shards, transfer
 from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.sequence_chunks import SequenceChunks
 from tfshard.operations import rows, unsized
 from tfshard.operations.registry import rewrite_rule
 from tfshard.storage import steps
@@ -211,7 +212,11 @@ class _Draw:
             is_part = microbatch is not None and rows_dim == 0 and self.shape[0] % microbatch.rows == 0
             if dim == 0 or is_part:
                 devices = 1 if dim is None else axis_sizes(self.mesh).data_size
+                if self._has_chunks():
+                    return self._by_chunks(devices, microbatch if is_part else None)
                 return self._by_rows(devices, microbatch if is_part else None)
+            if microbatch is None and rows_dim == 0 and self._has_chunks():
+                return self._by_chunks(1, None)
         counter = self.counter
         if microbatch is not None and rows_dim is not None:
             counter = _later(counter, tf.cast(microbatch.number, tf.int64) * _FAR)
@@ -228,26 +233,57 @@ class _Draw:
     def _by_rows(self, devices: int, microbatch: Microbatch | None) -> tf.Tensor:
         local_shape = (self.shape[0] // devices, *self.shape[1:])
         count, group = math.prod(local_shape), self.generator.group(self.dtype)
-        parts = 1 if microbatch is None else microbatch.count
         # By device and microbatch.
         blocks = np.arange(devices).reshape(devices, 1) if microbatch is None else microbatch.blocks(devices)
         begins = blocks * count
         counts, more = begins // group * self.generator.counts(self.dtype), begins % group
         with local_shards.scope():
-
-            def here(values: np.ndarray) -> tf.Tensor:
-                table = tf.constant(values, tf.int64)
-                line = tf.reshape(rows.to_local(table, self.mesh) if devices > 1 else table, [parts])
-                return line if microbatch is None else tf.reshape(tf.gather(line, microbatch.number), [1])
-
             parameters = self.parameters
             if self.generator.type == _GAMMA and parameters[0].shape.rank and devices > 1:
                 parameters = [rows.to_local(parameters[0], self.mesh)]
-            counter = _later(self.counter, here(counts))
+            counter = _later(self.counter, self._here(counts, devices, microbatch))
             drawn = self._drawn([count + int(more.max())] if more.any() else list(local_shape), counter, parameters)
             if more.any():
-                drawn = tf.reshape(tf.slice(drawn, here(more), tf.constant([count], tf.int64)), local_shape)
+                begin = self._here(more, devices, microbatch)
+                drawn = tf.reshape(tf.slice(drawn, begin, tf.constant([count], tf.int64)), local_shape)
             return rows.from_local(drawn, self.mesh) if devices > 1 else transfer.replicate(drawn, self.mesh)
+
+    def _has_chunks(self) -> bool:
+        """Return whether the rows are chunks of sequences."""
+        step = steps.current()
+        if step is None or axis_sizes(self.mesh).contexts == 1 or self.parameters and self.parameters[0].shape.rank:
+            return False
+        return len(self.shape) > 1 and self.shape[1] in step.batch.other_dims
+
+    def _by_chunks(self, devices: int, microbatch: Microbatch | None) -> tf.Tensor:
+        """Draw each local row by itself: in the draw of one device, the next row of a device is far behind."""
+        chunks = SequenceChunks.of(axis_sizes(self.mesh))
+        parts = 1 if microbatch is None else microbatch.count
+        local = self.shape[0] // devices
+        total = devices * parts * local
+        samples = chunks.repeated(np.arange(total // chunks.contexts))
+        numbers = samples * chunks.contexts + chunks.chunks_of_rows(total)
+        blocks = np.arange(devices).reshape(devices, 1) if microbatch is None else microbatch.blocks(devices)
+        count, group = math.prod(self.shape[1:]), self.generator.group(self.dtype)
+        begins = numbers[blocks[..., np.newaxis] * local + np.arange(local)] * count
+        counts, more = begins // group * self.generator.counts(self.dtype), begins % group
+        drawn = []
+        with local_shards.scope():
+            for row in range(local):
+                counter = _later(self.counter, self._here(counts[..., row], devices, microbatch))
+                line = self._drawn([count + int(more.max())], counter, self.parameters)
+                if more.any():
+                    begin = self._here(more[..., row], devices, microbatch)
+                    line = tf.slice(line, begin, tf.constant([count], tf.int64))
+                drawn.append(tf.reshape(line, self.shape[1:]))
+            made = tf.stack(drawn)
+            return rows.from_local(made, self.mesh) if devices > 1 else transfer.replicate(made, self.mesh)
+
+    def _here(self, values: np.ndarray, devices: int, microbatch: Microbatch | None) -> tf.Tensor:
+        """Return this device's number of this microbatch, `(1,)`, from numbers by device and microbatch."""
+        table = tf.constant(values, tf.int64)
+        line = tf.reshape(rows.to_local(table, self.mesh) if devices > 1 else table, [values.shape[1]])
+        return line if microbatch is None else tf.reshape(tf.gather(line, microbatch.number), [1])
 
     def _drawn(self, shape: list[int], counter: tf.Tensor, parameters: list[tf.Tensor]) -> tf.Tensor:
         given: dict[str, Any] = {"shape": shape, "key": self.key, "counter": counter, "alg": self.algorithm}

@@ -109,6 +109,13 @@ ATTENTION = Change(
     module="attention",
     knows_mesh=True,
 )
+POSITIONS = Change(
+    of="position embeddings, on a mesh with a context axis",
+    attribute="call",
+    why="takes the positions of chunks, where a layer counts from the first position that it sees",
+    module="context_parallel",
+    knows_mesh=True,
+)
 BLOCK = Change(
     of="blocks of `strategy.recompute`",
     attribute="call",
@@ -167,8 +174,8 @@ RECORDED_GRADIENTS = Change(
 )
 CHANGES = [
     TABLE_READ, METRIC_UPDATE, OUTPUT_LOSS, CONVOLUTION, GROUPS, RECURRENCE, LOOKUP, ADAPTER, QUANTIZED_ADAPTER,
-    SEQUENCE, ATTENTION, COMPILED, HEAD, BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL, RECORDED_LOSS,
-    RECORDED_GRADIENTS,
+    SEQUENCE, ATTENTION, POSITIONS, COMPILED, HEAD, BLOCK, REMAT, AVERAGES, ASSIGNED_ARRAY, RECORDED_CALL,
+    RECORDED_LOSS, RECORDED_GRADIENTS,
 ]  # fmt: skip
 
 

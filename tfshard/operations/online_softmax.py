@@ -18,7 +18,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -62,8 +62,23 @@ class Attention:
     block: int = BLOCK
 
 
+class KeyGather(Protocol):
+    """How a device gets keys and values that other devices have."""
+
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the keys or values of all devices."""
+
+    def scatter(self, gradient: tf.Tensor) -> tf.Tensor:
+        """Return the sum of the devices' gradients of this device's keys or values."""
+
+
 def attend(
-    kind: Attention, query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, parts: Sequence[tf.Tensor] = ()
+    kind: Attention,
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
+    parts: Sequence[tf.Tensor] = (),
+    exchange: KeyGather | None = None,
 ) -> tf.Tensor:
     """Return the attention of queries to keys, in memory that is linear in their numbers.
 
@@ -75,6 +90,7 @@ def attend(
         key: `(B, S, K, H)`; K divides N: each head of the keys serves N / K heads of the queries.
         value: `(B, S, K, V)`.
         parts: The parts of the mask, `(B or 1, N or 1, T or 1, S or 1)`.
+        exchange: Gathers keys and values, in the backward pass once more: no pass keeps them.
 
     Returns:
         `(B, T, N, V)`, in the dtype of `value`.
@@ -84,12 +100,19 @@ def attend(
     """
     given = [query, key, value, *parts]
 
+    def full(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *parts: tf.Tensor) -> list[tf.Tensor]:
+        if exchange is None:
+            return [query, key, value, *parts]
+        return [query, exchange.gather(key), exchange.gather(value), *parts]
+
     def apply(*given: tf.Tensor) -> tuple[tf.Tensor, Callable[..., list[tf.Tensor | None]]]:
-        output, most, total = _call(_forward, kind, given)
+        output, most, total = _call(_forward, kind, full(*given))
 
         def gradient(upstream: tf.Tensor) -> list[tf.Tensor | None]:
-            made = _gradients(kind, [*given, output, most, total, upstream])
-            return [*made, *(None for _ in parts)]
+            of_query, *others = _gradients(kind, [*full(*given), output, most, total, upstream])
+            if exchange is not None:
+                others = [exchange.scatter(each) for each in others]
+            return [of_query, *others, *(None for _ in parts)]
 
         return output, gradient
 

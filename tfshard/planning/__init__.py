@@ -8,6 +8,7 @@ Read `sharding_plan` first: it defines the contents of a plan.
     gather_counts         how often a step gathers a variable or a group
     gradient_dtypes       the dtype in which a step reduces each gradient
     activation_traffic    the collectives of activations over a model axis in a step
+    context_traffic       the collectives over a context axis in a step
     statistics_traffic    the collectives of normalization over a batch
     step_graph            the graph of a step's forward and backward pass, after the passes of a real step
     step_collectives      the same graph with collectives and updates, to predict the time of a step

@@ -123,9 +123,9 @@ def plan(
         graph = trace(model, inputs)
     except LayoutError as e:
         return PlannedActivations(unknown=str(e))
-    devices = mesh_axes.data_size
+    devices, shards = mesh_axes.data_size, mesh_axes.sample_shards
     # A batch that does not divide is replicated.
-    shared = inputs is not None and all(tuple(leaf.shape)[0] % devices == 0 for leaf in keras.tree.flatten(inputs))
+    shared = inputs is not None and all(tuple(leaf.shape)[0] % shards == 0 for leaf in keras.tree.flatten(inputs))
     collectives, unknown = [], []
     for axis in dims:
         traffic = predict(graph, dims[axis], mesh_shape[axis])
@@ -173,6 +173,20 @@ def predict(graph: ModelGraph, dims: Mapping[str, int], devices: int) -> Traffic
         devices: The size of the model axis.
     """
     return _TrafficPrediction(graph, dims, devices).run()
+
+
+def sharded_dim(graph: ModelGraph, dims: Mapping[str, int], devices: int, tensor: str) -> int | None:
+    """Return the dim along which the devices of a model axis shard a tensor of the forward pass; None if they do not.
+
+    Args:
+        graph: The model.
+        dims: The sharded dim of each variable, by path.
+        devices: The size of the model axis.
+        tensor: The name of the tensor.
+    """
+    prediction = _TrafficPrediction(graph, dims, devices)
+    prediction.run()
+    return prediction.sharded.get(tensor)
 
 
 # Operations through which no gradient comes back.

@@ -16,11 +16,11 @@ from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
 from tfshard.layouts import gradient_reduction, variable_layout
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, PIPELINE_AXIS, REPLICA_AXIS, MeshAxes
 from tfshard.layouts.config import Microbatches, Precision, ReshardPolicy, ShardingConfig, ZeroStage
+from tfshard.layouts.dtype_rules import DtypeByPath
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.operations import blocks
 from tfshard.planning import linter, pipelined_steps, statistics_traffic, step_graph, variable_traffic
 from tfshard.planning.analyzer import without_peak
@@ -197,7 +197,7 @@ def advise(
     layout_map: Any = None,
     activation_bytes: int | None = None,
     reshard_after_forward: bool | str | Sequence[str] = True,
-    slot_dtype: SlotDtype = None,
+    slot_dtype: DtypeByPath = None,
     inputs: Any = None,
     links: LinksLike | None = None,
     compression: Any = None,

@@ -17,12 +17,13 @@ from tfshard.layouts.config import (
     ShardingConfig,
     ZeroStage,
 )
+from tfshard.layouts.dtype_rules import DtypeByPath
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.layouts.variable_kind import VariableKind
 from tfshard.planning import (
     activation_traffic,
+    context_traffic,
     gather_counts,
     gradient_dtypes,
     linter,
@@ -47,7 +48,7 @@ def plan(
     optimizer: OptimizerLike = None,
     inputs: Any = None,
     reshard_after_forward: bool | str | Sequence[str] = True,
-    slot_dtype: SlotDtype = None,
+    slot_dtype: DtypeByPath = None,
     microbatches: int = 1,
     reduce_once: bool = False,
     offload: str | None = None,
@@ -55,6 +56,7 @@ def plan(
     compute_seconds: float | None = None,
     compression: Any = None,
     tables: VariableKind | str | Sequence[str] | None = None,
+    gather_dtype: DtypeByPath = None,
     experts: bool | str | Sequence[str] = False,
 ) -> ShardingPlan:
     """Plan a model on a mesh, without a device and without a step.
@@ -81,6 +83,7 @@ def plan(
             With `links` and `inputs`, the plan tells how much of the sending time this computation hides.
         compression: As for `tfshard.ShardedStrategy`.
         tables: As for `tfshard.ShardedStrategy`. The plan gives the largest possible traffic of tables.
+        gather_dtype: As for `tfshard.ShardedStrategy`.
         experts: As for `tfshard.ShardedStrategy`. The plan gives the largest possible traffic of tokens.
 
     Returns:
@@ -117,7 +120,7 @@ def plan(
         zero_stage=ZeroStage.from_number(zero_stage),
         analyzer=analyzer,
         reshard=ReshardPolicy.from_options(reshard_after_forward),
-        precision=Precision.from_options(slot_dtype=slot_dtype),
+        precision=Precision.from_options(slot_dtype=slot_dtype, gather_dtype=gather_dtype),
         microbatches=Microbatches(count=microbatches, reduce_once=reduce_once),
         offload=Offload.from_option(offload),
         reduction=gradient_reduction.from_option(compression),
@@ -233,6 +236,8 @@ def without_peak(
     microbatches = placement.config.microbatches
     called_on = variable_traffic.inputs_of_microbatch(microbatches, inputs, placement.mesh_shape)
     sent = activation_traffic.plan(model_or_specs, placement.variables, placement.mesh_shape, called_on)
+    exchanged, why = context_traffic.plan(model_or_specs, placement, called_on)
+    sent = dataclasses.replace(sent, unknown=_joined(sent.unknown, why))
     statistics: list[variable_traffic.Collective] = []
     if isinstance(model_or_specs, keras.Model) and (found := statistics_traffic.statistics_of(model_or_specs)):
         if placement.mesh_shape.has_tensor_parallelism:
@@ -252,7 +257,7 @@ def without_peak(
         slots=slots,
         activations=[
             dataclasses.replace(each, count=each.count * microbatches.count)
-            for each in (*of_kinds, *sent.collectives, *statistics)
+            for each in (*of_kinds, *sent.collectives, *exchanged, *statistics)
         ],
         unknown=sent.unknown,
         uses=sent.uses,

@@ -280,6 +280,8 @@ def _members(collective: Collective, mesh_axes: MeshAxes) -> list[int]:
     axes = {collective.axis}
     if collective.axis == mesh_axes.data and collective.kind in (ALL_REDUCE, REDUCE_SCATTER):
         axes |= {mesh_axes.replica or collective.axis}
+    if collective.axis == mesh_axes.data and mesh_axes.context is not None:
+        axes.add(mesh_axes.context)  # ZeRO shards over the devices of both axes.
     grid = np.arange(math.prod(mesh_axes.values())).reshape(tuple(mesh_axes.given.values()))
     taken = tuple(slice(None) if name in axes else 0 for name in mesh_axes.given)
     return [int(number) for number in np.ravel(grid[taken])]

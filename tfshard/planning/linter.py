@@ -399,6 +399,7 @@ def _role_findings(placement: ModelPlacement) -> tuple[Finding, ...]:
         Role.DATA: "its devices take different samples, and the ZeRO stages shard over it",
         Role.REPLICA: "its devices take different samples, and each holds a copy of the shards",
         Role.PIPELINE: "its devices take different layers",
+        Role.CONTEXT: "its devices take different positions of the same sequences",
     }
     return tuple(
         Finding(

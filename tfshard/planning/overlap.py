@@ -85,7 +85,8 @@ def sending_seconds(stand_in: StandIn, links: Links, mesh_axes: MeshAxes) -> flo
         parts = variable_traffic.by_replicas("", stand_in.sent, 1, mesh_axes)
     else:
         kind = "all-gather" if stand_in.kind is Kind.GATHER else "reduce-scatter" if stand_in.is_cut else "all-reduce"
-        parts = [variable_traffic.Collective(kind=kind, what="", axis=axis, count=1, bytes=stand_in.sent, formula="")]
+        sent = stand_in.sent if stand_in.coded is None else stand_in.coded
+        parts = [variable_traffic.Collective(kind=kind, what="", axis=axis, count=1, bytes=sent, formula="")]
     return sum(links.seconds(each, mesh_axes) or 0.0 for each in parts)
 
 

@@ -25,7 +25,7 @@ from tfshard.graph import model_graph, traced_loss
 from tfshard.graph.model_specs import ModelOrSpecs
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import Axes, VariableLayout, itemsize
-from tfshard.operations import activations, blocks, cross_entropies, loops
+from tfshard.operations import activations, blocks, context_parallel, cross_entropies, loops
 from tfshard.planning import local_shares, variable_traffic
 from tfshard.storage import graph_edits, recomputing, steps, unshard_schedule
 from tfshard.storage.barrier import Barrier
@@ -57,6 +57,7 @@ class StandIn:
         kind: A collective, an update, or a copy.
         unit: The name of the variable or group that a gather brings to its use.
         sent: Bytes of the full tensor of a collective.
+        coded: Bytes of the codes in which a gather sends the tensor; None if it sends the elements as they are.
         updated: Bytes that an update writes on one device.
         is_cut: True if each device keeps its shard of a reduction only.
         by_replicas: True if devices reduce within each replica, and then between replicas.
@@ -65,6 +66,7 @@ class StandIn:
     kind: Kind
     unit: str = ""
     sent: int = 0
+    coded: int | None = None
     updated: int = 0
     is_cut: bool = False
     by_replicas: bool = False
@@ -219,6 +221,9 @@ class Tracer:
             if isinstance(model, keras.Model):
                 if recompute is not None:
                     stack.enter_context(blocks.marked(model, recompute))
+                if self._mesh_shape.contexts > 1:
+                    inputs = context_parallel.in_rows(inputs, self._mesh_shape.contexts)
+                    stack.enter_context(context_parallel.any_length([model]))
                 tensors = model_graph.local_inputs(model, inputs, self._devices)
                 gradients = self._differentiate(functools.partial(traced_loss.loss_of_model, model, tensors))
             else:
@@ -314,6 +319,7 @@ class Tracer:
                 itemsize=itemsize(members[0].spec.dtype),
                 is_gathered=self._is_gathered(members[0]),
                 keeps=self._reshard.keeps(each.spec.path for each in members),
+                is_coded=self._coded_bytes(name) is not None,
             )
             for name, members in self._units.items()
         }
@@ -336,6 +342,10 @@ class Tracer:
             shares=local_shares.shares_of(self._all_sources(), self._mesh_shape),
         )
 
+    def _coded_bytes(self, name: str) -> int | None:
+        """Return the bytes in which a step gathers a unit in codes; None if it gathers the unit exactly."""
+        return variable_traffic.coded_bytes(self._units[name][0], self._mesh_shape)
+
     def _mark_gathers(self, stored: Mapping[str, unshard_schedule.StoredBuffer]) -> None:
         """Find the `Identity` of each gather, behind its barrier and its cast to the compute dtype."""
         name_of = {tensor.ref(): name for name, tensor in self._stored.items()}
@@ -351,7 +361,8 @@ class Tracer:
                 elif operation.type == "Identity":
                     gathered[each.ref()] = operation.outputs[0]
                     sent = stored[name].bytes // stored[name].itemsize * each.dtype.size
-                    self._stand_ins[operation] = StandIn(kind=Kind.GATHER, unit=name, sent=sent)
+                    coded = self._coded_bytes(name)
+                    self._stand_ins[operation] = StandIn(kind=Kind.GATHER, unit=name, sent=sent, coded=coded)
                 elif operation.type == "IdentityN":
                     begun[operation.outputs[number].ref()] = name
                 elif operation.type in ("Cast", "Bitcast"):

@@ -14,7 +14,14 @@ from tfshard.graph.model_specs import SlotSpec
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.operations import blocks
-from tfshard.planning import activation_traffic, overlap, statistics_traffic, step_collectives, variable_traffic
+from tfshard.planning import (
+    activation_traffic,
+    context_traffic,
+    overlap,
+    statistics_traffic,
+    step_collectives,
+    variable_traffic,
+)
 from tfshard.planning.machine import Machine, Work, work_of
 from tfshard.planning.peak import UpdateTiming, slot_bytes_of
 from tfshard.planning.statistics_traffic import Statistics
@@ -95,10 +102,11 @@ class TracedStep:
         )
         with contextlib.nullcontext() if recompute is None else blocks.marked(model, recompute):
             sent = activation_traffic.plan(model, placement.variables, placement.mesh_shape, inputs)
+            exchanged, _ = context_traffic.plan(model, placement, inputs)
         return cls(
             graph=graph,
             work=work_of(graph),
-            sent=tuple(sent.collectives),
+            sent=(*sent.collectives, *exchanged),
             statistics=statistics_traffic.statistics_of(model),
             unknown=sent.unknown,
         )

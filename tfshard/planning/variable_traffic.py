@@ -94,7 +94,7 @@ def inputs_of_microbatch(microbatches: Microbatches, inputs: Any, mesh_shape: Ma
         if not len(leaf.shape):
             return leaf
         rows = leaf.shape[0]
-        devices = axes.data_size if rows % axes.data_size == 0 else 1
+        devices = axes.sample_shards if rows % axes.sample_shards == 0 else 1
         count = variable_layout.divisor_from(rows // devices, microbatches.count)
         return keras.KerasTensor((rows // count, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
 
@@ -212,8 +212,11 @@ def predict_collectives(
             how = Gathers(itemsize=itemsize)
             if config.zero_stage.shard_params:
                 how = (gathers or {}).get(name, how)
-            what = "buffer" if layout.flat is not None else "variable"
-            what += " in the compute dtype" if how.itemsize != itemsize else ""
+            what, coded = "buffer" if layout.flat is not None else "variable", coded_bytes(layout, mesh_shape)
+            if coded is not None:
+                what += f" in {layout.gather_dtype}, with scales"
+            elif how.itemsize != itemsize:
+                what += " in the compute dtype"
             when = "before its use" if how.count == 1 else "each time it is unsharded"
             when = when if config.zero_stage.shard_params else "after the update"
             collectives.append(
@@ -221,7 +224,7 @@ def predict_collectives(
                     kind="all-gather",
                     what=name,
                     count=how.count,
-                    bytes=whole_bytes(layout, mesh_shape) * how.itemsize // itemsize,
+                    bytes=coded or whole_bytes(layout, mesh_shape) * how.itemsize // itemsize,
                     formula=f"bytes({what}) over {axis}, {when}",
                 )
             )
@@ -409,6 +412,16 @@ def resting_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
 def whole_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
     """Return the bytes of a variable, or of its buffer, on one device after the gather over the batch axis."""
     return device_bytes(layout.gathered_shape, layout.gathered, mesh_shape, layout.spec.dtype)
+
+
+def coded_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int | None:
+    """Return the bytes of a variable, or of its buffer, that a device gets in codes; None if it is gathered exactly."""
+    if layout.gather_dtype is None or layout.storage == layout.gathered:
+        return None
+    shares = math.prod(mesh_shape[axis] for axis in layout.storage if axis is not None)
+    shard = math.prod(layout.storage_shape) // shares
+    blocks = -(-shard // variable_layout.BLOCK_ELEMENTS)
+    return MeshAxes.of(mesh_shape).shards * blocks * variable_layout.BLOCK_BYTES
 
 
 def gradient_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int], *, scattered: bool) -> int:

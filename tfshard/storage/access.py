@@ -29,7 +29,7 @@ from tfshard import _private
 from tfshard.devices import process_lock, transfer
 from tfshard.layouts.variable_kind import PartialKind
 from tfshard.layouts.variable_layout import VariableLayout
-from tfshard.storage import outside, steps
+from tfshard.storage import outside, rounded_writes, steps
 from tfshard.storage.step_record import PartialUpdate
 from tfshard.storage.steps import Step
 from tfshard.storage.storage import Storage
@@ -196,7 +196,8 @@ class InStep:
         if self._step is None:
             variable.storage.write(Recorded(base=None, written={variable.member: tensor}))
         else:
-            self._step.writes.record_member(variable.storage, variable.member, tensor)
+            exact = rounded_writes.exact_value(variable, tensor)
+            self._step.writes.record_member(variable.storage, variable.member, exact)
 
     def _write_of_kind(self, variable: VariableView, kind: PartialKind, tensor: tf.Tensor) -> None:
         kind.assign(variable, tensor)

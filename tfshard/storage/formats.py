@@ -71,6 +71,7 @@ class StorageFormat(abc.ABC):
         is_encoded: True if the stored elements have another form than the updated elements.
         packed: True if members have another shape in the buffer than alone. An elementwise update then updates the
             buffer as one tensor.
+        codes: The dtype of codes in which steps may gather the stored buffer; None if the buffer is gathered exactly.
         is_repeated: True if every replica stores the same shards along the data axis. Otherwise each replica stores
             others.
     """
@@ -88,6 +89,7 @@ class StorageFormat(abc.ABC):
         self.storage = layout.storage
         self.update = layout.update
         self.gathered = layout.gathered
+        self.codes = layout.gather_dtype if layout.storage != layout.gathered else None
 
     @property
     def mesh_axes(self) -> MeshAxes:
@@ -193,9 +195,14 @@ class StorageFormat(abc.ABC):
         return self.decode(transfer.relayout(stored, self.update, self.mesh))
 
     @abc.abstractmethod
-    def gather(self, stored: tf.Tensor) -> tf.Tensor:
+    def gather(self, stored: tf.Tensor, codes: str | None = None) -> tf.Tensor:
         """Return the buffer from which `read` takes members: full along the batch axis, by one all-gather if it is
-        sharded."""
+        sharded.
+
+        Args:
+            stored: The stored buffer.
+            codes: The dtype of codes in which devices send their shards (`replicas.gather`). By default exactly.
+        """
 
     @abc.abstractmethod
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
@@ -266,8 +273,8 @@ class Unpacked(StorageFormat):
     def pack(self, written: Mapping[int, tf.Tensor], read: Callable[[int], tf.Tensor]) -> tf.Tensor:
         return written[0]
 
-    def gather(self, stored: tf.Tensor) -> tf.Tensor:
-        return self.decode(replicas.gathered(stored, self.storage, self.gathered, self.mesh))
+    def gather(self, stored: tf.Tensor, codes: str | None = None) -> tf.Tensor:
+        return self.decode(replicas.gathered(stored, self.storage, self.gathered, self.mesh, codes))
 
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:
         return gathered
@@ -429,8 +436,10 @@ class Flat(StorageFormat):
         """Reshape the value of a member to its place in the line."""
         return _to_rows(value, self._form.shard_rows(place), pin)
 
-    def gather(self, stored: tf.Tensor) -> tf.Tensor:
-        if self._has_replicas:
+    def gather(self, stored: tf.Tensor, codes: str | None = None) -> tf.Tensor:
+        if codes is not None:
+            buffer = replicas.gather(stored, self.storage, self.mesh, codes=codes)
+        elif self._has_replicas:
             buffer = self._brought(stored, self._form.gathered_axes)
         else:
             buffer = replicas.gathered(stored, self.storage, self._form.gathered_axes, self.mesh)
@@ -602,7 +611,8 @@ class FlatInWords(Flat):
 
     # --- on the mesh ----------------------------------------------------------------------------------
 
-    def gather(self, stored: tf.Tensor) -> tf.Tensor:
+    def gather(self, stored: tf.Tensor, codes: str | None = None) -> tf.Tensor:
+        assert codes is None, "Integers are gathered exactly."
         words = self._brought(stored, self._form.gathered_axes)
         axes = (*self._model_axes, None)
         line = self._pin(tf.reshape(words, (*self._in_line[:-1], -1)), axes)
@@ -696,7 +706,8 @@ class InBlocks(StorageFormat):
     def pack(self, written: Mapping[int, tf.Tensor], read: Callable[[int], tf.Tensor]) -> tf.Tensor:
         return self._inner.pack(written, read)
 
-    def gather(self, stored: tf.Tensor) -> tf.Tensor:
+    def gather(self, stored: tf.Tensor, codes: str | None = None) -> tf.Tensor:
+        assert codes is None, "Slots are gathered exactly."
         return self._inner.gather(self.decode(stored))
 
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:

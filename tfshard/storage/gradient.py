@@ -24,6 +24,7 @@ def with_pinned_gradient(
     local_gradient: Callable[[tf.Tensor], tf.Tensor | None] | None = None,
     stored: Axes | None = None,
     note_kind: Callable[[bool], object] = lambda is_sparse: None,
+    codes: str | None = None,
 ) -> tf.Tensor:
     """Return a value in one layout. Its gradient gets another layout as soon as the gradient exists.
 
@@ -39,6 +40,8 @@ def with_pinned_gradient(
             reduces the gradient as usual.
         stored: The layout of `value`, if it is known.
         note_kind: Called with whether the gradient arrives as IndexedSlices.
+        codes: The dtype of codes in which `value` is gathered (`replicas.gather`). The gradient is the gradient by what
+            the codes stand for.
     """
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
@@ -60,7 +63,7 @@ def with_pinned_gradient(
         return brought
 
     def apply(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        return replicas.gathered(x, stored or forward, forward, mesh), gradient
+        return replicas.gathered(x, stored or forward, forward, mesh, codes), gradient
 
     return tf.custom_gradient(apply)(value)
 

@@ -33,7 +33,8 @@ class MicrobatchStep(Step):
         carried: Mapping[Writable, tf.Tensor],
         local_gradient: Callable[[tf.Tensor], tf.Tensor] | None,
     ):
-        super().__init__(graph, outer.record.reshard, outer.reduce_gradient, outer.record.only_mesh)
+        record = outer.record
+        super().__init__(graph, record.reshard, outer.reduce_gradient, record.only_mesh, outer.rounds_gathers)
         self.local_gradient = local_gradient
         # The ids of variables that are updated once the last microbatch has ended.
         self._updated_later: set[int] = set()

@@ -288,7 +288,7 @@ class _Recomputation:
             if operation.type == "IdentityN":
                 tensor = operation.inputs[tensor.value_index]
                 continue
-            if operation.type not in unshard_schedule.ON_THE_WAY:
+            if not unshard_schedule.is_on_the_way(operation):
                 return False
             # Known operations are not followed: the shape of an activation leads to all of the forward pass.
             others = ancestors(each for each in operation.inputs[1:] if each.op not in self._known)

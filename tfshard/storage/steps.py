@@ -129,10 +129,12 @@ class Step:
         reshard: When to gather and free sharded values; None leaves both to DTensor.
         reduce_gradient: Reduces local gradients of variables; None leaves reductions to DTensor.
         only_mesh: The mesh of all variables that the step may use; None allows any mesh.
+        rounds_gathers: True if the step gathers variables in codes, where their layouts say so.
 
     Attributes:
         record: The data for the passes.
         reduce_gradient: As in the arguments.
+        rounds_gathers: As in the arguments.
         batch: The shapes of the step's batch, and its microbatch.
         blocks: Records blocks of the forward pass.
         heads: The last projections of models, by their logits (`operations.projection_heads`).
@@ -150,9 +152,11 @@ class Step:
         reshard: ReshardPolicy | None = None,
         reduce_gradient: ReduceGradient | None = None,
         only_mesh: dtensor.Mesh | None = None,
+        rounds_gathers: bool = False,
     ):
         self.record = StepRecord(graph=graph, reshard=reshard, only_mesh=only_mesh)
         self.reduce_gradient = reduce_gradient
+        self.rounds_gathers = rounds_gathers
         self.batch = BatchShapes()
         self.blocks = BlockRecorder(graph, self.record.blocks)
         self.heads: dict[Hashable, Any] = {}
@@ -303,6 +307,7 @@ class StepContext:
         blocks: Records blocks of a graph that belongs to no step: the graph of a plan.
         local: The variables of a block that is traced with the local shapes of a device; None outside of such blocks.
         skips_frozen: True if a step takes no gradient of a weight that Keras does not train.
+        reads_exactly: True if reads gather variables exactly, where the step otherwise gathers them in codes.
     """
 
     step: Step | None = None
@@ -310,6 +315,7 @@ class StepContext:
     blocks: BlockRecorder | None = None
     local: LocalVariables | None = None
     skips_frozen: bool = False
+    reads_exactly: bool = False
 
 
 class _Thread(threading.local):
@@ -361,6 +367,23 @@ def here() -> tf.Graph | None:
     return None if _private.is_eager() else tf.compat.v1.get_default_graph()
 
 
+def rounds_gathers() -> bool:
+    """Return whether reads gather variables in codes, where their layouts say so.
+
+    A traced step rounds what its forward and backward pass read. An optimizer's update reads exactly: it writes the
+    variable that it reads. So do eager steps.
+    """
+    step, here_ = current(), context()
+    if step is None or step.graph is None or here_.reads_exactly:
+        return False
+    return step.rounds_gathers and here_.update is None
+
+
+def exact_reads() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which reads gather variables exactly."""
+    return changed(reads_exactly=True)
+
+
 def is_outside() -> bool:
     """Return whether this is eager code outside of steps and updates: variables are read and set on the host."""
     return _private.is_eager() and current() is None and open_update() is None
@@ -396,6 +419,7 @@ def step_scope(
     reduce_gradient: ReduceGradient | None = None,
     reads_only: bool = False,
     only_mesh: dtensor.Mesh | None = None,
+    rounds_gathers: bool = False,
 ) -> Iterator[None]:
     """Open a step. Writes are recorded, and carried out when the outermost scope ends.
 
@@ -404,11 +428,12 @@ def step_scope(
         reduce_gradient: Reduces a local gradient of a variable; by default DTensor does.
         reads_only: True if the scope only reads variables, around other steps.
         only_mesh: The mesh of all variables that the step may use; by default any mesh.
+        rounds_gathers: True if a traced step gathers variables in codes, where their layouts say so.
     """
     if current() is not None:
         yield
         return
-    step = Step(here(), reshard, reduce_gradient, only_mesh)
+    step = Step(here(), reshard, reduce_gradient, only_mesh, rounds_gathers)
     try:
         with changed(step=step):
             yield

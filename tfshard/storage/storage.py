@@ -429,7 +429,7 @@ class Storage:
         # Each write to a member changes the id of `recorded`. The values of the other members change with the base
         # only.
         base = None if recorded is None else recorded.base
-        key = (self, None if base is None else id(base), member)
+        key = (self, None if base is None else id(base), member, self.codes(recorded))
         if key not in cache:
             with adding_to(graph):
                 cache[key] = (self.format.read(self._gathered(recorded, graph), member), base)
@@ -438,11 +438,20 @@ class Storage:
     def _gathered(self, recorded: Recorded | None, graph: tf.Graph | None) -> tf.Tensor:
         """Return the tensor from which members are read (`StorageFormat.gather`)."""
         cache, base = self._cache(graph), None if recorded is None else recorded.base
-        key = (self, None if base is None else id(base))
+        codes = self.codes(recorded)
+        key = (self, None if base is None else id(base), codes)
         if key not in cache:
             stored = self.read_stored() if base is None else self.format.encode(base)
-            cache[key] = (self.format.gather(stored), base)
+            cache[key] = (self.format.gather(stored, codes), base)
         return cache[key][0]
+
+    def codes(self, recorded: Recorded | None) -> str | None:
+        """Return the dtype of codes in which the current context gathers the buffer; None if exactly.
+
+        Keras's constraints and others read a buffer that the step has written in order to write it again.
+        """
+        is_written = recorded is not None and recorded.base is not None
+        return None if is_written or not steps.rounds_gathers() else self.format.codes
 
     def _written(self, value: tf.Tensor, member: int) -> tf.Tensor:
         """Return the value that was written to a member, as a read gives it. No gradient flows back through an

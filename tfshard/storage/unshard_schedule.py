@@ -17,8 +17,9 @@ of a step once it is traced:
   and hold all gradients unsharded.
 
 A value that is cast to a smaller dtype after its gather, as under mixed precision, is cast before the gather instead.
+Values that are gathered in codes are not: the codes take fewer bytes.
 
-No number changes: a gather is exact.
+No number changes: each copy of a gather has the same result.
 """
 
 import collections
@@ -76,6 +77,7 @@ class StoredBuffer:
         itemsize: Bytes of an element.
         is_gathered: True if the buffer is stored sharded, and gathered for each use.
         keeps: True if the buffer stays gathered from its first use to its last.
+        is_coded: True if devices send the buffer in codes, and decode them behind the gather.
     """
 
     key: Hashable
@@ -83,12 +85,18 @@ class StoredBuffer:
     itemsize: int = 4
     is_gathered: bool = True
     keeps: bool = False
+    is_coded: bool = False
 
     def sent_as(self, dtype: tf.DType | None) -> "StoredBuffer":
         """Return the same buffer, gathered in another dtype."""
         if dtype is None:
             return self
         return dataclasses.replace(self, bytes=self.bytes // self.itemsize * dtype.size, itemsize=dtype.size)
+
+
+def is_on_the_way(operation: tf.Operation) -> bool:
+    """Return whether an operation between a read and its use belongs to the gather, and each unshard copies it."""
+    return operation.type in ON_THE_WAY or _private.has_mark(operation, replicas.CODED)
 
 
 def kept_bytes_of(stored: Iterable[StoredBuffer]) -> int:
@@ -142,6 +150,7 @@ def schedule_unshards(record: StepRecord, barrier: Barrier) -> None:
             itemsize=read.tensor.dtype.size,
             is_gathered=read.storage.format.is_gathered,
             keeps=record.reshard.keeps(read.storage.paths),
+            is_coded=read.storage.format.codes is not None,
         )
         for read in record.reads
     }
@@ -190,8 +199,12 @@ def arrange(
     values = StoredValues(((each.key, tensor) for each, tensor in reads), replicated)
     with operations[0].graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
         uses = list(values.uses(operations))
-        sent = sent_dtypes(uses)
-        stored = {each.key: each.sent_as(sent.get(each.key)) for each, _ in reads}
+        coded = {each.key for each, _ in reads if each.is_coded}
+        # Rows of a coded table are cast once they are looked up: the gathered table is not.
+        wide = coded.intersection(key for use in uses if use.operation.type == "GatherV2" for key in use.numbers)
+        narrow = {key: dtype for key, dtype in sent_dtypes(uses).items() if key not in wide}
+        stored = {each.key: each.sent_as(narrow.get(each.key)) for each, _ in reads}
+        sent = {key: dtype for key, dtype in narrow.items() if key not in coded}
         kept_bytes = kept_bytes_of(stored.values())
         large = {key for key, each in stored.items() if each.bytes * _FAR_LESS > kept_bytes}
         gradients = list(gradients)
@@ -392,7 +405,7 @@ class StoredValues:
     def _made_of(self, operation: tf.Operation, keys: Collection[Hashable]) -> Hashable | None:
         """Return the key of the buffer that an operation without a batch input passes on; None if the operation uses
         the buffer, or several."""
-        if operation.type in ON_THE_WAY:
+        if is_on_the_way(operation):
             return next(iter(keys)) if len(keys) == 1 else None
         gathered = [key for key in keys if key not in self._replicated]
         if operation.type not in _OF_INTEGERS or len(gathered) != 1:

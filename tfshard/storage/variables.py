@@ -228,7 +228,9 @@ class ShardedVariable(VariableSurface):
                 with _private.stop_recording():
                     copy = tf.identity(gathered)
                 (gathered,) = _private.with_gradient(lambda _: ([copy], lambda upstream: [upstream]), [source])
-            self._note_read(gathered if source is None else source)
+            if self.storage.format.codes is None or steps.rounds_gathers() or self.storage.recorded() is not None:
+                # An exact read of a variable that the step gathers in codes is none of its forward pass.
+                self._note_read(gathered if source is None else source)
             if self._trainable:
                 _private.record_variable_access(self)
             compute = self.layout.compute
@@ -307,6 +309,7 @@ class ShardedVariable(VariableSurface):
                 mesh=self.mesh,
                 local_gradient=self._local_gradient(**note),
                 note_kind=self._note_kind(),
+                codes=self.storage.codes(None),
                 **note,
             )
 
@@ -459,12 +462,17 @@ class ShardedVariable(VariableSurface):
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> "ShardedVariable":
-        return self.assign(self.value() + self._like_value(delta))
+        return self.assign(self._exact_value() + self._like_value(delta))
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> "ShardedVariable":
-        return self.assign(self.value() - self._like_value(delta))
+        return self.assign(self._exact_value() - self._like_value(delta))
+
+    def _exact_value(self) -> tf.Tensor:
+        """Return the value to add to: a rounded read must not be written back (rounded_writes.py)."""
+        with steps.exact_reads():
+            return self.value()
 
     def _like_value(self, delta: Any) -> tf.Tensor:
         if steps.is_outside():

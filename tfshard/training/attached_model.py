@@ -24,6 +24,7 @@ from tfshard.operations import (
     blocks,
     compiled_blocks,
     compiled_updates,
+    context_parallel,
     convolution,
     layer_patch,
     lookups,
@@ -87,6 +88,8 @@ class AttachedModel:
         self.warns_of_blocks = True
         # The structure of the model when `refresh` last ran.
         self._refreshed: tuple[object, ...] | None = None
+        # True once the model is known to combine positions of a sequence in attention layers only.
+        self._splits_sequences = False
         # True once the decisions since the last `compile` are logged.
         self._is_told = False
 
@@ -202,6 +205,7 @@ class AttachedModel:
         check_not_elsewhere(self.model, self.strategy)
         unsupported.check_layers(self.model)
         self.check_layouts()
+        self.check_splits_sequences()
         if reshard.to_mesh(self._layouts(), self.strategy.mesh):
             _forget_functions(self.model)
 
@@ -262,18 +266,33 @@ class AttachedModel:
         unsupported.check_layers(self.model)
         self.check_layouts()
 
+    def check_splits_sequences(self, inputs: Any = None) -> None:
+        """Check, once, that the model works on chunks of sequences, if the mesh has a context axis.
+
+        Args:
+            inputs: The inputs of a step, or specs of them. By default the inputs that the model was built for.
+
+        Raises:
+            UnsupportedLayerError: A layer does not work on chunks.
+        """
+        strategy = self.strategy
+        if strategy.mesh_shape.contexts > 1 and self.model.built and not self._splits_sequences:
+            self._splits_sequences = context_parallel.check(self.model, strategy.mesh, inputs)
+
     def take_jit_compile(self) -> None:
         """Compile the blocks of a model that was compiled with `jit_compile=True`, and not the whole step.
 
         XLA does not see the mesh, and cannot compile a step.
         """
         if self.model.compiled and self.model.jit_compile:
+            check_can_compile_blocks(self.strategy)
             self.compiles_blocks, self.model.jit_compile = True, False
             self.compiled_again()
 
     def compiles(self) -> None:
         """Log nothing until `compiled_again`: decisions are known once the model is compiled."""
         self._is_told = True
+        self._splits_sequences = False
 
     def compiled_again(self) -> None:
         """Have the next `refresh` look at the model again, and log what is decided for it."""
@@ -300,6 +319,7 @@ class AttachedModel:
         unsupported.check_layers(model)
         placed = self._layouts(ignore_stored=True)
         self.check_layouts()
+        self.check_splits_sequences()
         before = [_private.backend_variable(variable) for variable, _ in placed]
         reshard.to_mesh(placed, strategy.mesh, anew=True)
         for each in (model, *_private.flatten_layers(model)):
@@ -354,6 +374,8 @@ class AttachedModel:
         lookups.install(model)
         adapters.install(model)
         attention.install(model, mesh)
+        if self.strategy.mesh_shape.contexts > 1:
+            context_parallel.install(model, mesh)
         blocks.install_remat(model)
         if self.strategy.config.sequence_parallel:
             sequence.install(model, mesh)
@@ -449,6 +471,16 @@ def attached(model: keras.Model, strategy: StrategyBase) -> AttachedModel:
     if found is None:
         found = strategy.attached[model] = AttachedModel(model, strategy)
     return found
+
+
+def check_can_compile_blocks(strategy: StrategyBase) -> None:
+    """Raise `StrategyError` on a mesh with a context axis."""
+    if strategy.mesh_shape.contexts > 1:
+        raise StrategyError(
+            "jit_compile=True does not work on a mesh with a context axis: an XLA program of one device cannot "
+            "exchange chunks of sequences. Leave one of them out. Received: jit_compile=True, "
+            f"mesh={strategy.mesh_shape}"
+        )
 
 
 def refresh_model_of(function: object, strategy: StrategyBase) -> None:

@@ -181,7 +181,7 @@ class _Tries:
             return 1 if started is None else started.num_devices
         if not isinstance(strategy, ShardedStrategy):
             return 1
-        return int(axis_sizes(strategy.mesh).data_size) * strategy.microbatches
+        return int(axis_sizes(strategy.mesh).sample_shards) * strategy.microbatches
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:

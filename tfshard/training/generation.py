@@ -20,6 +20,7 @@ from tfshard import _private
 from tfshard.devices import batching, transfer
 from tfshard.errors import UnsupportedOperationError
 from tfshard.graph import inventory
+from tfshard.layouts.axes import axis_sizes
 from tfshard.layouts.layout_map import layer_dim
 from tfshard.layouts.variable_layout import Axes
 from tfshard.storage.variables import ShardedVariable
@@ -149,6 +150,13 @@ def _check_can_generate(model: keras.Model) -> None:
         raise UnsupportedOperationError(
             f"generate() of a sharded model works for KerasHub's decoder-only language models (CausalLM). {_REMEDY} "
             f"Received: model '{model.name}' of type {type(model).__name__}"
+        )
+    strategy = _private.distribute_strategy(model)
+    axes = axis_sizes(strategy.mesh) if isinstance(strategy, ShardedStrategy) else None
+    if axes is not None and axes.contexts > 1:
+        raise UnsupportedOperationError(
+            f"generate() does not work on a mesh with a context axis, which splits sequences. {_REMEDY} Received: "
+            f"mesh={axes}"
         )
     if type(model.sampler).__call__ is not Sampler.__call__:
         raise UnsupportedOperationError(

@@ -71,7 +71,7 @@ def _gradients(model: keras.Model, batch: Any, strategy: Any) -> list[tuple[str,
                     stack.enter_context(layer_patch.applied(layer_patch.RECORDED_GRADIENTS, optimizer, make))
                 model.train_step(data)
 
-        with strategy.extended.results_stay_sharded(), strategy.extended.adding_up_exactly():
+        with strategy.extended.results_stay_sharded(), strategy.extended.sending_exactly():
             strategy.run(step, args=(data,))
         paths[:] = [path for path, _ in found]
         return [gradient for _, gradient in found]

@@ -16,7 +16,14 @@ from tfshard.errors import NumericsWarning, StrategyError, warn
 from tfshard.graph import inventory
 from tfshard.layouts.gradient_reduction import GradientReduction
 from tfshard.layouts.layout_map import VariableSpec
-from tfshard.operations import assignments, chunked_cross_entropy, compiled_updates, partial_sums, rewrites
+from tfshard.operations import (
+    assignments,
+    chunked_cross_entropy,
+    compiled_updates,
+    context_parallel,
+    partial_sums,
+    rewrites,
+)
 from tfshard.storage import group_update, optimizer_kinds
 from tfshard.storage.initial_values import HostValue, InitialValue
 from tfshard.storage.steps import ReduceGradient, current, is_outside, step_scope, update_scope
@@ -53,7 +60,7 @@ class _RunOptions(threading.local):
     """The settings of the steps of this thread."""
 
     results_stay_sharded = False
-    adds_up_exactly = False
+    sends_exactly = False
 
 
 class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # TensorFlow has no types.
@@ -82,13 +89,13 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         return results if self._run.results_stay_sharded or not is_outside() else mesh_tensors.wrapped(results)
 
     @contextlib.contextmanager
-    def adding_up_exactly(self) -> Iterator[None]:
-        """Reduce all gradients exactly in steps that are traced in this context."""
-        self._run.adds_up_exactly = True
+    def sending_exactly(self) -> Iterator[None]:
+        """Reduce all gradients and gather all variables exactly in steps that are traced in this context."""
+        self._run.sends_exactly = True
         try:
             yield
         finally:
-            self._run.adds_up_exactly = False
+            self._run.sends_exactly = False
 
     # --- variables
 
@@ -265,13 +272,16 @@ class ShardedExtended(tf.distribute.StrategyExtended):  # type: ignore[misc]  # 
         """Open a step in this context, to run or to trace it."""
         strategy = self._container_strategy()
         mesh_tensors.note_step()
+        models = list(strategy.attached) if strategy.mesh_shape.contexts > 1 else []
         with (
+            context_parallel.any_length(models),
             strategy.scope(),
             _ReplicaContext(strategy),
             step_scope(
                 strategy.config.reshard,
-                _gradient_reducer(strategy, exactly=self._run.adds_up_exactly),
+                _gradient_reducer(strategy, exactly=self._run.sends_exactly),
                 only_mesh=strategy.mesh,
+                rounds_gathers=not self._run.sends_exactly,
             ),
             rewrites.rewritten(strategy.mesh),
         ):

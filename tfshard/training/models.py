@@ -476,6 +476,8 @@ def _compile_under(
     attached.reshard_layers()
     _private.set_distribute_strategy(model, strategy)
     asked = options.get("jit_compile", "auto")
+    if asked is True:
+        attached_model.check_can_compile_blocks(strategy)
     attached.compiles_blocks = asked is True or (asked == "auto" and _compiles_by_itself(strategy, options))
     attached.warns_of_blocks = asked is True
     if attached.compiles_blocks:
@@ -493,8 +495,9 @@ def _compile_under(
 
 def _compiles_by_itself(strategy: ShardedStrategy, options: Mapping[str, Any]) -> bool:
     """Return whether `jit_compile="auto"` compiles blocks: on GPUs, as Keras does on one GPU."""
-    is_pipelined = axis_sizes(strategy.mesh).pipeline is not None
-    return strategy.mesh.device_type() == "GPU" and not is_pipelined and not options.get("run_eagerly")
+    axes = axis_sizes(strategy.mesh)
+    can_compile = axes.pipeline is None and axes.contexts == 1
+    return strategy.mesh.device_type() == "GPU" and can_compile and not options.get("run_eagerly")
 
 
 def _with_strategy(keras_compile: Callable[..., None]) -> Callable[..., None]:

@@ -32,7 +32,8 @@ from tfshard import _private
 from tfshard.devices import batching, clients, process_lock, transfer
 from tfshard.errors import warn
 from tfshard.graph import inventory
-from tfshard.layouts.axes import axis_sizes
+from tfshard.layouts.axes import MeshAxes, axis_sizes
+from tfshard.layouts.sequence_chunks import SequenceChunks
 from tfshard.operations import chunked_cross_entropy
 from tfshard.storage import steps
 from tfshard.training import datasets, failures, output_losses, padding
@@ -152,7 +153,7 @@ class MeshStep:
         ):
             with self._operation(prepared):
                 outputs = self._run_each(prepared)
-        return tf.nest.map_structure(_concatenated, *outputs)
+        return tf.nest.map_structure(functools.partial(_concatenated, self._strategy.mesh_shape), *outputs)
 
     def _prepare(self, batch: Any, size: int | None) -> Prepared:
         counts = not self._to_host and not self._model.run_eagerly and output_losses.install(self._model)
@@ -287,6 +288,7 @@ class StepFunctions:
         return shapes, self._strategy.microbatches, counts_once
 
     def _first_run(self, prepared: Prepared, function: StepFunction) -> Any:
+        _check_splits_sequences(self._model, self._strategy, prepared.batch)
         self.compiled += 1
         self.functions[prepared.key] = function
         try:
@@ -317,6 +319,7 @@ class StepFunctions:
             or family.separate < FIRST
             or self._in_a_row >= IN_A_ROW
             or clients.here().is_launched
+            or axes.contexts > 1
             or strategy.microbatches > 1
             or strategy.config.reduction is not None
             or strategy.config.kinds
@@ -329,7 +332,7 @@ class StepFunctions:
 
     def _is_full(self, leaves: list[Any]) -> bool:
         """Return whether every device computes a batch in full, because the batch axis divides none of its tensors."""
-        return not any(any(batching.batch_axes(tuple(leaf.shape), self._strategy.mesh)) for leaf in leaves)
+        return not any(batching.shares_samples(tuple(leaf.shape), self._strategy.mesh) for leaf in leaves)
 
     def _is_cheap(self, leaves: list[Any]) -> bool:
         """Return whether a batch is so small that every device may compute it in full."""
@@ -346,7 +349,7 @@ class StepFunctions:
             return
         leaves = [leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")]
         axes = axis_sizes(self._strategy.mesh)
-        if axes.data_size == 1 or not leaves or not self._is_full(leaves):
+        if axes.sample_shards == 1 or not leaves or not self._is_full(leaves):
             self._full_in_a_row = 0
             return
         self._full_in_a_row += 1
@@ -355,11 +358,11 @@ class StepFunctions:
         self._full_in_a_row = None
         shapes = [tuple(leaf.shape) for leaf in leaves]
         samples = max((shape[0] for shape in shapes if shape), default=1)
-        divided = -(-samples // axes.data_size) * axes.data_size
+        divided = -(-samples // axes.sample_shards) * axes.sample_shards
         warn(
             f"Model '{self._model.name}' trains on batches whose size is not divisible by mesh axis '{axes.data}' of "
-            f"{axes.data_size} devices, so every device computes the full batch: the results are correct, but the "
-            f"devices do not share the work. Use a batch_size that is a multiple of {axes.data_size}, such as "
+            f"{axes.sample_shards} devices, so every device computes the full batch: the results are correct, but the "
+            f"devices do not share the work. Use a batch_size that is a multiple of {axes.sample_shards}, such as "
             f"{divided}. Received: a batch of shapes {shapes}"
         )
 
@@ -381,6 +384,13 @@ class StepFunctions:
         )
 
 
+def _check_splits_sequences(model: keras.Model, strategy: ShardedStrategy, batch: Any) -> None:
+    """Check a model on the inputs of a batch, if its inputs were not known before."""
+    if strategy.mesh_shape.contexts > 1 and isinstance(batch, tuple):
+        specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)), batch[0])
+        attached(model, strategy).check_splits_sequences(specs)
+
+
 def _is_refusal(error: Exception) -> bool:
     """Return whether an error says that DTensor could not expand a function."""
     is_memory = isinstance(error, tf.errors.ResourceExhaustedError)
@@ -398,11 +408,13 @@ def _positions(leaf: Any) -> int:
     return math.prod(shape[:-1] if tf.as_dtype(leaf.dtype).is_floating and len(shape) > 1 else shape)
 
 
-def _concatenated(*parts: Any) -> Any:
+def _concatenated(axes: MeshAxes, *parts: Any) -> Any:
     """Concatenate the results of several batches on the host."""
     if not tf.is_tensor(parts[0]):
         return parts[-1]
     on_host = [transfer.to_host(part) for part in parts]
+    if axes.contexts > 1:
+        on_host = [SequenceChunks.of(axes).sequences_of(part) for part in on_host]
     return tf.constant(on_host[0] if len(on_host) == 1 else np.concatenate(on_host))
 
 

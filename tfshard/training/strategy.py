@@ -31,6 +31,7 @@ from tfshard.layouts.axes import BATCH_AXIS, axis_sizes, plain
 from tfshard.layouts.config import (
     AttentionChoice,
     ChunkedCrossEntropy,
+    ContextAttention,
     Microbatches,
     Offload,
     Precision,
@@ -38,10 +39,10 @@ from tfshard.layouts.config import (
     ShardingConfig,
     ZeroStage,
 )
+from tfshard.layouts.dtype_rules import DtypeByPath
 from tfshard.layouts.layout_map import LayoutMap
 from tfshard.layouts.parameter_analyzer import DEFAULT, ParameterAnalyzer
 from tfshard.layouts.placement import ModelPlacement
-from tfshard.layouts.slot_dtypes import SlotDtype
 from tfshard.layouts.variable_kind import VariableKind
 from tfshard.measure.consistency import check_consistency
 from tfshard.measure.report import Report, SyncStats, check_is_measurable
@@ -92,6 +93,12 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             of fewer than 4096 elements stay float32. Sums of gradients and averages of weights keep their dtype. You
             can also give a dtype for each pattern of variables' full paths; the first match decides:
             `{".*embeddings": "float32", ".*": "int8"}`. Measured: benchmarks/LOG.md, "Memory".
+        gather_dtype: The dtype in which compiled steps of stage 3 gather parameters, for slow links: `"int8"` or
+            `"float8_e4m3fn"`, about a quarter of float32's bytes. Blocks of 256 elements of one device share a scale
+            (Wang et al. 2023, "ZeRO++"). The stored shards stay exact, so that errors do not add up; forward and
+            backward pass see the rounded values. Vectors and variables of fewer than 4096 elements are gathered
+            exactly. You can also give a dtype, or `"float32"` for exact gathers, for each pattern of variables' full
+            paths; the first match decides. By default all gathers are exact (docs/compression.md).
         microbatches: The number of microbatches of a training step. A step takes them one after the other, holds the
             activations of one, and updates once, with the numbers of the full batch. The number grows if it does not
             divide the rows of a device. Eager steps take the full batch at once.
@@ -117,6 +124,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             and keys with an online softmax, in memory that is linear in the sequence (Dao 2023, "FlashAttention-2").
             `"math"`: with a score for each pair of a query and a key, as in Keras. `"auto"`: in blocks from 1,024
             queries by 1,024 keys. What is not computed in blocks is in docs/attention.md.
+        context_attention: How devices of a context axis compute attention. `"ulysses"`: they exchange heads for
+            positions; the axis must divide the heads. `"gather"`: they gather keys and values, of any number of heads.
         chunked_cross_entropy: The tokens of a chunk in which each device computes the cross entropy of the model's last
             projection and its gradient, from hidden states and kernel. No device then holds all its logits. `"auto"`
             takes chunks only where a device's logits are large (docs/stages.md); `strategy.report` says what it chose.
@@ -125,7 +134,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
     Raises:
         MeshError: `mesh` is not a DTensor mesh.
         LayoutError: `layout_map` is of another type or names an axis that the mesh does not have.
-        StrategyError: An unknown stage, slot dtype, compression or attention; `offload` on TPUs, or if no slot is
+        StrategyError: An unknown stage, slot dtype, gather dtype, compression or attention; `gather_dtype` below stage
+            3, or with a pipeline axis; `offload` on TPUs, or if no slot is
             sharded; `compression` on a mesh with a model axis.
 
     The batch is global: `batch_size` in `fit` is the number of samples of one step over all devices, the loss is
@@ -155,15 +165,17 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         reshard_after_forward: bool | str | Sequence[str] = True,
         prefetch: int = 1,
         reduce_dtype: str = "float32",
-        slot_dtype: SlotDtype = None,
+        slot_dtype: DtypeByPath = None,
         microbatches: int = 1,
         reduce_once: bool = False,
         offload: str | None = None,
         compression: Any = None,
         tables: VariableKind | str | Sequence[str] | None = None,
-        experts: bool | str | Sequence[str] = False,
         attention: str = "auto",
         chunked_cross_entropy: int | str | None = None,
+        gather_dtype: DtypeByPath = None,
+        experts: bool | str | Sequence[str] = False,
+        context_attention: str = "ulysses",
     ):
         readiness.check_process()
         if mesh is not None and not isinstance(mesh, dtensor.Mesh):
@@ -179,7 +191,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             zero_stage=ZeroStage.from_number(zero_stage),
             analyzer=analyzer,
             reshard=ReshardPolicy.from_options(reshard_after_forward, prefetch),
-            precision=Precision.from_options(reduce_dtype, slot_dtype),
+            precision=Precision.from_options(reduce_dtype, slot_dtype, gather_dtype),
             microbatches=Microbatches(count=microbatches, reduce_once=reduce_once),
             offload=Offload.from_option(offload),
             sequence_parallel=sequence_parallel,
@@ -187,6 +199,7 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             reduction=gradient_reduction.from_option(compression),
             attention=AttentionChoice.from_option(attention),
             kinds=variable_kind.from_options(tables=tables, experts=experts),
+            context_attention=ContextAttention.from_option(context_attention),
             chunked_cross_entropy=ChunkedCrossEntropy.from_option(chunked_cross_entropy),
         )
         self._start(mesh, config)
@@ -205,6 +218,12 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
                 "chunked_cross_entropy does not work with a pipeline axis: the last stage computes whole logits. Leave "
                 f"one of them out. Received: chunked_cross_entropy={config.chunked_cross_entropy.chunk!r}, "
                 f"mesh={self.pipeline_axes}"
+            )
+        if self.pipeline_axes.pipeline is not None and config.precision.gather_dtypes.rounds:
+            raise StrategyError(
+                "gather_dtype does not work with a pipeline axis: stages pass each other the values of weights that "
+                "they share, and the roundings of both would add up. Leave one of them out. Received: "
+                f"gather_dtype={dict(config.precision.gather_dtypes.rules)}, mesh={self.pipeline_axes}"
             )
         *others, mesh = rank_meshes(mesh)
         axes = axis_sizes(mesh)

@@ -300,7 +300,7 @@ def run_sharded(subject: Subject, batch: Any, select: Select | None = None) -> O
 
     def run_step(step: Method, data: Any) -> Any:
         # A reduction of an extension may differ from the gradients of one device by design.
-        with strategy.extended.results_stay_sharded(), strategy.extended.adding_up_exactly():
+        with strategy.extended.results_stay_sharded(), strategy.extended.sending_exactly():
             return strategy.run(step, args=(data,))
 
     with failures.translated_errors(f"A step of model '{subject.model.name}'"):

@@ -68,6 +68,11 @@ def verify(model: keras.Model, batch: Any, *, tolerance: float | None = None) ->
             "verify runs in one process. Start one process with as many devices as the launched run has in total, "
             "tfshard.initialize(num_devices=..., device_type='CPU'): the results are the same."
         )
+    if strategy.mesh_shape.contexts > 1:
+        raise StrategyError(
+            "verify does not work on a mesh with a context axis, where layers see chunks of the sequences. Verify the "
+            f"model on a mesh without the axis. Received: mesh={strategy.mesh_shape}"
+        )
     batches.check("verify", model, batch)
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch)):
         batching.batch_to_mesh(batch, strategy.mesh)  # Raises an error that says what to do.

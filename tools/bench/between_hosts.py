@@ -4,6 +4,7 @@
     python tools/bench/between_hosts.py --rates=1gbit --stages=3 --width=256 --layers=4
     python tools/bench/between_hosts.py --ways=flat,hybrid --stages=3 --width=256 --layers=4
     python tools/bench/between_hosts.py --ways=hybrid --compressions=none,bfloat16,int8,powersgd:4 --stages=3
+    python tools/bench/between_hosts.py --gathers=none,int8,float8_e4m3fn --stages=3 --width=256 --layers=4
 
 The hosts are network namespaces of this machine (tools/hosts.py), which take root. Each host runs one client. Each rate
 is one launched run, which trains with one ZeRO stage after the other. A step ends with its loss on the host. The kernel
@@ -18,9 +19,9 @@ The ways are:
 - *pipeline*: half of the model on each host, with two devices on a batch axis. The hosts exchange the activations at
   the cut. They also exchange the value of the embedding table, which both stages use.
 
-*Compressions* are the gradient compressions of `ShardedStrategy`. *Of first* divides a step time by the step time of
-the first compression, with the same stage and way in the same run. With a single compression, it divides by the step
-time of the first way.
+*Compressions* are the gradient compressions of `ShardedStrategy`, *gathers* its `gather_dtype`. *Of first* divides a
+step time by the step time of the first compression and gather dtype, with the same stage and way in the same run. With
+a single one of both, it divides by the step time of the first way.
 """
 
 import itertools
@@ -49,6 +50,7 @@ _WAYS = flags.DEFINE_list(
 )
 _MICROBATCHES = flags.DEFINE_integer("microbatches", 4, "Number of microbatches of pipelines.", lower_bound=1)
 _COMPRESSIONS = flags.DEFINE_list("compressions", ["none"], "`none`, `bfloat16`, `int8`, `powersgd:RANK`.")
+_GATHERS = flags.DEFINE_list("gathers", ["none"], "`none`, `int8`, `float8_e4m3fn`.")
 _STEPS = flags.DEFINE_integer("steps", 20, "Steps after the first two.", lower_bound=1)
 _MEASURE = flags.DEFINE_boolean("measure", False, "Measure here, in a client of a launched run, and print JSON.")
 
@@ -84,7 +86,7 @@ def compression_of(name: str):
     return tfshard.PowerSGD(rank=int(rank), warm_up_steps=0) if kind == "powersgd" else None if name == "none" else name
 
 
-def measure(stage: int, way: str, compression: str) -> dict:
+def measure(stage: int, way: str, compression: str, gather_dtype: str) -> dict:
     """Train in this client. Returns the median step time in seconds, and the sent and planned bytes of a step.
 
     The first two steps do not count.
@@ -96,7 +98,10 @@ def measure(stage: int, way: str, compression: str) -> dict:
     from tools.host_runs import network
 
     strategy = tfshard.ShardedStrategy(
-        tfshard.create_mesh(**MESHES[way]), zero_stage=stage, compression=compression_of(compression)
+        tfshard.create_mesh(**MESHES[way]),
+        zero_stage=stage,
+        compression=compression_of(compression),
+        gather_dtype=None if gather_dtype == "none" else gather_dtype,
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     keras.utils.set_random_seed(0)
@@ -135,6 +140,7 @@ def measure(stage: int, way: str, compression: str) -> dict:
         "way": way,
         "stage": stage,
         "compression": compression,
+        "gathers": gather_dtype,
         "step": statistics.median(after - before for before, after in itertools.pairwise(times)),
         "sent": sent / _STEPS.value,
         "planned": sum(planned),
@@ -162,8 +168,8 @@ def main(argv):
     if _MEASURE.value:
         import tfshard
 
-        for stage, way, compression in itertools.product(_STAGES.value, _WAYS.value, _COMPRESSIONS.value):
-            found = measure(int(stage), way, compression)
+        for stage, way, *sent in itertools.product(_STAGES.value, _WAYS.value, _COMPRESSIONS.value, _GATHERS.value):
+            found = measure(int(stage), way, *sent)
             if tfshard.collectives.rank() == 0:
                 print(f"FOUND {json.dumps(found)}", flush=True)
         return
@@ -175,16 +181,18 @@ def main(argv):
             batch = f"{gpt_flags.BATCH_SIZE.value} x {gpt_flags.SEQUENCE.value}"
             print(f"{first['parameters']:,} parameters, batch {batch}, Adam")
             print(
-                f"{'rate':>8} {'stage':>6} {'way':>8} {'compression':>12} {'step ms':>9} {'of first':>9} "
+                f"{'rate':>8} {'stage':>6} {'way':>8} {'compression':>12} {'gathers':>14} "
+                f"{'step ms':>9} {'of first':>9} "
                 f"{'sent MB':>9} {'planned':>9} {'ratio':>7} {'Gbit/s':>7}"
             )
         exact = {}
         for found in results:
-            key = (found["stage"], found["way"]) if len(_COMPRESSIONS.value) > 1 else found["stage"]
+            several = len(_COMPRESSIONS.value) * len(_GATHERS.value) > 1
+            key = (found["stage"], found["way"]) if several else found["stage"]
             first_step = exact.setdefault(key, found["step"])
             megabytes, planned = found["sent"] / 1e6, found["planned"] / 1e6
             print(
-                f"{rate:>8} {found['stage']:>6} {found['way']:>8} {found['compression']:>12} "
+                f"{rate:>8} {found['stage']:>6} {found['way']:>8} {found['compression']:>12} {found['gathers']:>14} "
                 f"{1e3 * found['step']:>9.0f} {found['step'] / first_step:>9.2f} {megabytes:>9.2f} {planned:>9.2f} "
                 f"{megabytes / planned:>7.3f} {8e-3 * megabytes / found['step']:>7.2f}",
                 flush=True,

@@ -14,10 +14,8 @@ import numpy as np
 from tfshard.contrib.compression.options import PowerSGD
 from tfshard.layouts.gradient_reduction import SentGradient
 from tfshard.layouts.layout_map import VariableSpec
-from tfshard.layouts.variable_layout import BLOCK_ELEMENTS, Axes, VariableLayout
+from tfshard.layouts.variable_layout import BLOCK_ELEMENTS, BLOCK_WORDS, Axes, VariableLayout
 
-# A block of 8-bit codes holds the codes and one scale.
-BLOCK_WORDS = BLOCK_ELEMENTS // 4 + 1
 _WORD_BYTES = 4
 
 # Names of the state that is kept between steps. `ERROR`: for each device, the residual of the gradient that it sent.

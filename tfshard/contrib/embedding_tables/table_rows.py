@@ -56,7 +56,7 @@ class TableRows(StorageFormat):
     def pack(self, written: Mapping[int, tf.Tensor], read: Callable[[int], tf.Tensor]) -> tf.Tensor:
         raise AssertionError("A step writes rows.")
 
-    def gather(self, stored: tf.Tensor) -> tf.Tensor:
+    def gather(self, stored: tf.Tensor, codes: str | None = None) -> tf.Tensor:
         raise AssertionError("A step reads rows.")
 
     def read(self, gathered: tf.Tensor, member: int) -> tf.Tensor:

@@ -1,0 +1,230 @@
+"""Context parallelism: prepare a model for steps in which each device has a chunk of the sequences.
+
+`install` lets position embeddings count from the first position of a chunk, and checks that no operation but attention
+combines positions. contexts.py has the collectives, attention.py calls them.
+"""
+
+import contextlib
+import functools
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfshard import _private
+from tfshard.errors import LayoutError, UnsupportedLayerError
+from tfshard.graph import model_graph, token_flow
+from tfshard.graph.model_graph import ModelGraph
+from tfshard.graph.token_flow import TokenPoints
+from tfshard.layouts.axes import axis_sizes
+from tfshard.operations import attention, contexts, layer_patch
+from tfshard.operations.layer_patch import POSITIONS
+from tfshard.operations.replacing import replaced
+from tfshard.storage import steps
+
+# Positions of a chunk, and samples, of the batch on which a model is checked.
+_LENGTH, _SAMPLES = 8, 2
+
+# By the module and the class with the method `call` that is replaced. They take `positions=`.
+_TABLE = "position_embedding.PositionEmbedding"
+_POSITIONED = (
+    _TABLE,
+    "rotary_embedding.RotaryEmbedding",
+    "sine_position_encoding.SinePositionEncoding",
+)
+
+
+def install(model: keras.Model, mesh: dtensor.Mesh) -> None:
+    """Patch the position embeddings of a model.
+
+    Args:
+        model: A model with variables on the mesh.
+        mesh: A mesh with a context axis.
+
+    Raises:
+        UnsupportedLayerError: A layer adds a loss that depends on the number of samples, or drops whole features.
+    """
+    for layer in _private.flatten_layers(model):
+        if _is_positioned(layer):
+            layer_patch.apply(POSITIONS, layer, functools.partial(_PositionedCall, weakref.ref(layer), mesh))
+        if getattr(layer, "activity_regularizer", None) is not None:
+            _refuse(layer, "its activity_regularizer divides by the number of samples", mesh)
+        if isinstance(layer, keras.layers.SpatialDropout1D):
+            _refuse(layer, "it drops a feature of a full sequence at once", mesh)
+
+
+def _refuse(layer: keras.Layer, reason: str, mesh: dtensor.Mesh) -> None:
+    raise UnsupportedLayerError(
+        f"Layer '{layer.path or layer.name}' does not work with context axis '{axis_sizes(mesh).context}': {reason}. "
+        "Change the layer, or leave the axis out of the mesh."
+    )
+
+
+def _origin(layer: keras.Layer) -> str:
+    """Return the module and the class of KerasHub in which a layer's `call` is written; "" for other layers."""
+    function = type(layer).call
+    module = str(function.__module__)
+    name = f"{module.rpartition('.')[2]}.{function.__qualname__.partition('.')[0]}"
+    return name if module.partition(".")[0] == "keras_hub" else ""
+
+
+def _is_positioned(layer: keras.Layer) -> bool:
+    return _origin(layer) in _POSITIONED and getattr(layer, "sequence_axis", 1) == 1
+
+
+class _PositionedCall:
+    """The `call` of a position embedding, with the positions of chunks."""
+
+    def __init__(self, layer: Callable[[], keras.Layer | None], mesh: dtensor.Mesh, call: layer_patch.Method):
+        functools.update_wrapper(self, call)
+        self._layer, self._mesh, self._call = layer, mesh, call
+
+    def __call__(self, inputs: Any, start_index: Any = 0, positions: Any = None) -> Any:
+        layer, recorder = self._layer(), contexts.recorder()
+        if recorder is not None and not recorder.is_passive and positions is None:
+            recorder.took([inputs], "" if layer is None else layer.path or layer.name)
+            return recorder.gave(inputs.shape, keras.backend.standardize_dtype(inputs.dtype))
+        if steps.current() is not None and positions is None and isinstance(start_index, int):
+            rows, length = inputs.shape[:2]
+            positions = contexts.positions(rows, length, self._mesh) + start_index
+            if layer is not None and _origin(layer) == _TABLE:
+                # Keras slices the table, whose gradient is dense.
+                table = contexts.with_dense_gradient(keras.ops.convert_to_tensor(layer.position_embeddings))
+                return keras.ops.take(table, positions, axis=0)
+        return self._call(inputs, start_index=start_index, positions=positions)
+
+
+def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
+    """Check that a model combines positions of a sequence in attention layers only.
+
+    Args:
+        model: A built model.
+        mesh: A mesh with a context axis.
+        inputs: The specs of a batch `(B, T, ...)`. By default the inputs that the model was built for.
+
+    Returns:
+        False if the model could not be checked, because its inputs are not known.
+
+    Raises:
+        UnsupportedLayerError: A layer combines positions in another way. The message names the layer.
+    """
+    count = axis_sizes(mesh).contexts
+    specs = model_graph.batch_of(model, _SAMPLES, _LENGTH * count) if inputs is None else _with_samples(inputs)
+    if specs is None:
+        return False
+    leaves = keras.tree.flatten(specs)
+    length = next((each.shape[1] for each in leaves if each.shape.rank > 1), None)
+    if length is None or any(each.shape.rank < 2 or each.shape[1] != length for each in leaves) or length % count:
+        return False  # The batch raises an error.
+    try:
+        graph, points = _traced(model, specs, mesh)
+    except LayoutError:
+        if inputs is None:
+            return False
+        raise
+    fault = token_flow.find_fault(graph, points)
+    if fault is not None:
+        _raise_fault(model, fault.operation, fault.reason, mesh)
+    try:
+        with any_length([model]):
+            split, split_points = _traced(model, in_rows(specs, count), mesh)
+    except LayoutError as error:
+        _raise_fault(model, "", f"it cannot be called on shorter sequences: {error.__cause__}", mesh)
+    fault = token_flow.find_difference(graph, points, split, split_points, count)
+    if fault is not None:
+        _raise_fault(model, fault.operation, fault.reason, mesh)
+    return True
+
+
+def in_rows(inputs: Any, contexts: int) -> Any:
+    """Return the specs of the rows of chunks of a batch: `(B * c, T / c, ...)` for `(B, T, ...)`; None for None.
+
+    Args:
+        inputs: Tensors or specs.
+        contexts: The chunks of a sequence. They divide its length.
+    """
+
+    def of_leaf(leaf: Any) -> tf.TensorSpec:
+        samples, length, *rest = leaf.shape
+        return tf.TensorSpec((samples * contexts, length // contexts, *rest), tf.as_dtype(leaf.dtype))
+
+    return None if inputs is None else keras.tree.map_structure(of_leaf, inputs)
+
+
+def _with_samples(inputs: Any) -> Any:
+    return keras.tree.map_structure(lambda each: tf.TensorSpec((_SAMPLES, *each.shape[1:]), each.dtype), inputs)
+
+
+def _traced(model: keras.Model, specs: Any, mesh: dtensor.Mesh) -> tuple[ModelGraph, TokenPoints]:
+    with recorded_calls(model, mesh) as recorder:
+        graph = model_graph.trace(model, specs)
+    return graph, TokenPoints(sources=frozenset(recorder.sources), sinks=recorder.sinks)
+
+
+@contextlib.contextmanager
+def recorded_calls(
+    model: keras.Model, mesh: dtensor.Mesh | None, *, is_passive: bool = False
+) -> Iterator[contexts.CallRecorder]:
+    """Record attention and position embeddings of a model, sharded or not, that is traced in this context.
+
+    Args:
+        model: The model.
+        mesh: A mesh with a context axis. None, if `is_passive`, for a plan without a mesh.
+        is_passive: As for `CallRecorder`.
+    """
+    with contextlib.ExitStack() as stack:
+        for layer in _private.flatten_layers(model):
+            known = {patch.change for patch in layer_patch.patches_on(layer)}
+            if attention.is_attention(layer) and layer_patch.ATTENTION not in known:
+                make = functools.partial(attention.AttentionCall, weakref.ref(layer), mesh)
+                stack.enter_context(layer_patch.applied(layer_patch.ATTENTION, layer, make))
+            if _is_positioned(layer) and POSITIONS not in known and not is_passive:
+                positioned = functools.partial(_PositionedCall, weakref.ref(layer), mesh)
+                stack.enter_context(layer_patch.applied(POSITIONS, layer, positioned))
+        version = functools.partial(attention.dot_product_attention, mesh)
+        stack.enter_context(replaced([(_private.keras_backend_nn, "dot_product_attention", version)]))
+        yield stack.enter_context(contexts.recorded(is_passive=is_passive))
+
+
+def _raise_fault(model: keras.Model, operation: str, reason: str, mesh: dtensor.Mesh) -> NoReturn:
+    """Raise the error for an operation that combines positions."""
+    axes = axis_sizes(mesh)
+    layer = _layer_of(model, operation)
+    where = f"layer '{layer.path or layer.name}'" if layer is not None else f"model '{model.name}'"
+    raise UnsupportedLayerError(
+        f"Model '{model.name}' does not work with context axis '{axes.context}' of {axes.contexts} devices, which "
+        f"splits sequences: in {where}, {reason}. Layers between attention layers must compute each position by "
+        "itself, and take positions from tfshard.sequence_positions(x) or from KerasHub's position embeddings. Change "
+        f"the layer, or leave the axis out of the mesh. Received: operation '{operation}'"
+    )
+
+
+def _layer_of(model: keras.Model, operation: str) -> keras.Layer | None:
+    """Return the innermost layer in whose name scope an operation was made.
+
+    TensorFlow may number all scopes of a graph: the scope of layer 'dense' is 'dense_1'.
+    """
+    scopes = operation.partition(":")[0].split("/")[:-1]
+    names = {layer.name: layer for layer in (model, *_private.flatten_layers(model))}
+    is_numbered = bool(scopes) and scopes[0] not in names
+    for scope in reversed(scopes):
+        plain = re.sub(r"_\d+$", "", scope)
+        for name in (plain, scope) if is_numbered else (scope, plain):
+            if name in names and names[name] is not model:
+                return names[name]
+    return None
+
+
+@contextlib.contextmanager
+def any_length(models: Iterable[keras.Model]) -> Iterator[None]:
+    """Let functional models take sequences of another length than they were built for."""
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            for layer in (model, *_private.flatten_layers(model)):
+                if isinstance(layer, _private.Functional):
+                    stack.enter_context(_private.without_input_spec(layer))
+        yield
