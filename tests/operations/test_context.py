@@ -383,9 +383,20 @@ def test_batches_without_equal_sequences_are_refused(x, message):
         strategy.run(lambda *args: 0.0, args=x if isinstance(x, tuple) else (x,))
 
 
-@pytest.mark.parametrize("options", [{"attention": "math"}, {"sequence_parallel": True}, {"already_sharded": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention": "math"},
+        {"sequence_parallel": True},
+        {"already_sharded": True},
+        {"tables": ".*embeddings"},
+        {"experts": True},
+        {"compression": "int8"},
+    ],
+)
 def test_settings_that_do_not_fit_a_context_axis_are_refused(options):
-    with pytest.raises(StrategyError, match="does not work on a mesh with a context axis"):
+    (name,) = options
+    with pytest.raises(StrategyError, match=f"{name}=.*does not work on a mesh with a context axis"):
         tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4), **options)
 
 

@@ -403,7 +403,7 @@ class ShardingConfig:
             "attention='math'": self.attention is AttentionChoice.MATH,
             "sequence_parallel=True": self.sequence_parallel,
             "already_sharded=True": self.already_sharded,
-            **{f"{each.option_name}=": True for each in self.kinds},
+            **{f"{kind.option_name}=": True for kind in self.kinds},
             "compression=": self.reduction is not None,
         }
         for setting, is_set in refused.items():
