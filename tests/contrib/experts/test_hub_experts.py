@@ -20,6 +20,13 @@ BACKBONES = {
     "GptOss": {**SIZES, "head_dim": 4, "sliding_window": 4},
     "QwenMoe": {**SIZES, "moe_intermediate_dim": 8, "shared_expert_intermediate_dim": 16},
     "Qwen3Moe": {**SIZES, "moe_intermediate_dim": 8, "head_dim": 4},
+    "Qwen3_5Moe": {
+        **{name: size for name, size in SIZES.items() if name != "intermediate_dim"},
+        "moe_intermediate_dim": 8,
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 8,
+        "layer_types": ["full_attention"],
+    },
 }
 TOKENS = np.random.RandomState(0).randint(1, 20, (2, 4, 6))
 BATCHES = [({"token_ids": ids, "padding_mask": np.ones_like(ids)}, np.roll(ids, -1, axis=1)) for ids in TOKENS]
