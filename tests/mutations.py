@@ -1202,7 +1202,7 @@ MUTATIONS = [
     Mutation(
         area="operations",
         function="tfshard.operations.draws:_Draw._by_rows",
-        old="            counter = _later(self.counter, here(counts))\n",
+        old="            counter = _later(self.counter, self._here(counts, devices, microbatch))\n",
         new="            counter = self.counter\n",
         what="every device draws the rows of the first",
         killed_by="tests/operations/test_draws.py::test_each_generator_draws_what_one_device_draws[batch-8]",
@@ -1210,7 +1210,7 @@ MUTATIONS = [
     Mutation(
         area="operations",
         function="tfshard.operations.draws:_Draw._by_rows",
-        old="tf.slice(drawn, here(more), tf.constant([count], tf.int64))",
+        old="tf.slice(drawn, begin, tf.constant([count], tf.int64))",
         new="tf.slice(drawn, [0], [count])",
         what="a device whose rows begin between two counts draws others",
         killed_by="tests/operations/test_draws.py::test_each_generator_draws_what_one_device_draws[batch-8]",
