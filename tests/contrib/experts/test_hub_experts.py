@@ -20,6 +20,13 @@ BACKBONES = {
     "GptOss": {**SIZES, "head_dim": 4, "sliding_window": 4},
     "QwenMoe": {**SIZES, "moe_intermediate_dim": 8, "shared_expert_intermediate_dim": 16},
     "Qwen3Moe": {**SIZES, "moe_intermediate_dim": 8, "head_dim": 4},
+    "Qwen3_5Moe": {
+        **{name: size for name, size in SIZES.items() if name != "intermediate_dim"},
+        "moe_intermediate_dim": 8,
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 8,
+        "layer_types": ["full_attention"],
+    },
 }
 TOKENS = np.random.RandomState(0).randint(1, 20, (2, 4, 6))
 BATCHES = [({"token_ids": ids, "padding_mask": np.ones_like(ids)}, np.roll(ids, -1, axis=1)) for ids in TOKENS]
@@ -39,7 +46,7 @@ def strategy(**options) -> tfshard.ShardedStrategy:
 @pytest.mark.parametrize("family", BACKBONES)
 def test_shared_experts_of_keras_hub_match_one_device(family, stage):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    training = {"optimizer": lambda: keras.optimizers.Adam(0.01), "loss": loss, "steps": 2}
+    training = {"optimizer": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3), "loss": loss, "steps": 2}
     reference = parity.train(lambda: build(family), BATCHES, **training)
     run = parity.train(lambda: build(family), BATCHES, strategy=strategy(zero_stage=stage), **training)
     shared = [variable for variable in run.model.trainable_variables if variable.value.layout.kind is not None]
@@ -47,7 +54,7 @@ def test_shared_experts_of_keras_hub_match_one_device(family, stage):
     assert run.model.losses == [] or len(run.model.losses) == 1
     np.testing.assert_allclose(run.losses, reference.losses, rtol=1e-6)
     for path, expected in reference.weights.items():
-        np.testing.assert_allclose(run.weights[path], expected, rtol=0, atol=2e-6, err_msg=path)
+        np.testing.assert_allclose(run.weights[path], expected, rtol=0, atol=1e-6, err_msg=path)
     patches = [patch for patch in layer_patch.patches_of(run.model) if patch.change is hub_experts.ROUTED]
     assert len(patches) == 1
     plan = tfshard.plan(build(family), {"batch": 4}, experts=True, inputs=BATCHES[0][0])
