@@ -1,4 +1,4 @@
-"""A context axis splits sequences between devices, and training keeps the numbers of one device."""
+"""A context axis splits sequences between devices, and training matches one device."""
 
 import functools
 from typing import Any
@@ -28,7 +28,7 @@ ADAM = functools.partial(keras.optimizers.Adam, 1e-2, epsilon=1e-3)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Take several blocks of a full sequence."""
+    """Split a full sequence into several blocks of attention."""
     monkeypatch.setattr(online_softmax, "BLOCK", 6)
 
 
@@ -316,7 +316,7 @@ REFUSED = {
     "length": lambda: ScaledByLength(name="culprit"),
     "whole features": lambda: keras.layers.SpatialDropout1D(0.5, name="culprit"),
     "regularizer": lambda: keras.layers.Dense(WIDTH, activity_regularizer="l2", name="culprit"),
-    "dropout": lambda: keras.layers.GlobalAveragePooling1D(keepdims=True, name="culprit"),
+    "global pooling": lambda: keras.layers.GlobalAveragePooling1D(keepdims=True, name="culprit"),
 }
 
 
