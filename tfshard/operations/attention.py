@@ -378,6 +378,9 @@ def _across_context(
             f"'{axes.context}' (context_attention='gather' takes any number)"
         )
     if kind.mask is not None:
+        if query.shape[1] == 1:
+            # A part with a value for each position looks like a part with one value for all positions.
+            raise _NotInBlocksError("it has a mask, and each device has one position of a sequence only")
         found = block_masks.of_full_sequences(kind.mask, parts, query.shape[0])
         if found is None:
             raise _NotInBlocksError(
