@@ -13,6 +13,7 @@ import parity
 import tfshard
 from sweeps import table
 from tfshard import measure
+from tfshard.devices import batching
 from tfshard.errors import MeshError, StrategyError, UnsupportedLayerError
 from tfshard.layouts import MeshAxes
 from tfshard.layouts.sequence_chunks import SequenceChunks
@@ -381,6 +382,12 @@ def test_batches_without_equal_sequences_are_refused(x, message):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4))
     with pytest.raises(StrategyError, match=message):
         strategy.run(lambda *args: 0.0, args=x if isinstance(x, tuple) else (x,))
+
+
+def test_first_tensor_of_a_batch_may_have_no_sequence():
+    mesh = tfshard.create_mesh(batch=1, context=4)
+    rows = batching._in_chunks([np.ones((2, 1)), np.ones((2, 8))], mesh)
+    assert [each.shape for each in rows] == [(8, 1), (8, 2)]
 
 
 @pytest.mark.parametrize(
