@@ -1,4 +1,4 @@
-"""A context axis splits sequences between devices, and training keeps the numbers of one device."""
+"""A context axis splits sequences between devices, and training matches one device."""
 
 import functools
 from typing import Any
@@ -13,6 +13,7 @@ import parity
 import tfshard
 from sweeps import table
 from tfshard import measure
+from tfshard.devices import batching
 from tfshard.errors import MeshError, StrategyError, UnsupportedLayerError
 from tfshard.layouts import MeshAxes
 from tfshard.layouts.sequence_chunks import SequenceChunks
@@ -28,7 +29,7 @@ ADAM = functools.partial(keras.optimizers.Adam, 1e-2, epsilon=1e-3)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Take several blocks of a full sequence."""
+    """Split a full sequence into several blocks of attention."""
     monkeypatch.setattr(online_softmax, "BLOCK", 6)
 
 
@@ -316,7 +317,7 @@ REFUSED = {
     "length": lambda: ScaledByLength(name="culprit"),
     "whole features": lambda: keras.layers.SpatialDropout1D(0.5, name="culprit"),
     "regularizer": lambda: keras.layers.Dense(WIDTH, activity_regularizer="l2", name="culprit"),
-    "dropout": lambda: keras.layers.GlobalAveragePooling1D(keepdims=True, name="culprit"),
+    "global pooling": lambda: keras.layers.GlobalAveragePooling1D(keepdims=True, name="culprit"),
 }
 
 
@@ -381,6 +382,12 @@ def test_batches_without_equal_sequences_are_refused(x, message):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4))
     with pytest.raises(StrategyError, match=message):
         strategy.run(lambda *args: 0.0, args=x if isinstance(x, tuple) else (x,))
+
+
+def test_first_tensor_of_a_batch_may_have_no_sequence():
+    mesh = tfshard.create_mesh(batch=1, context=4)
+    rows = batching._in_chunks([np.ones((2, 1)), np.ones((2, 8))], mesh)
+    assert [each.shape for each in rows] == [(8, 1), (8, 2)]
 
 
 @pytest.mark.parametrize(

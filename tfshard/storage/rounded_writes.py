@@ -1,9 +1,9 @@
-"""Keep rounded reads of a variable out of what a step writes to the same variable.
+"""Keep rounded reads of a variable out of the values that a step writes to the same variable.
 
-Gathers in codes round what a step reads (`gather_dtype`). The stored shards stay exact, because nothing writes a
-rounded value back: optimizers' updates read exactly, and so does a read behind a write in the same step. A step that
-assigns a variable itself, as `variable.assign(variable - step)` and Keras's `assign_sub` do, adds to the exact value
-instead. Any other value that is computed element by element from a rounded read of the variable is refused.
+Gathers in codes round the variables that a step reads (`gather_dtype`). The stored shards stay exact, because no step
+writes a rounded value back. Optimizers' updates read exactly, and so does a read behind a write in the same step. If a
+step itself assigns a sum or difference, such as `variable.assign(variable - step)`, `exact_value` adds to the exact
+value instead. It refuses other values that are computed element by element from a rounded read of the variable.
 """
 
 from typing import Any
@@ -32,8 +32,8 @@ def exact_value(variable: Any, value: tf.Tensor) -> tf.Tensor:
         value: A tensor of the step that is being traced.
 
     Raises:
-        StrategyError: The value is computed from a rounded read, and is no sum or difference of the variable and
-            something else.
+        StrategyError: The value is computed from a rounded read, but is not the sum or difference of the variable and
+            another tensor.
     """
     step = steps.current()
     if step is None or variable.storage.format.codes is None or not steps.rounds_gathers():
@@ -60,11 +60,10 @@ def exact_value(variable: Any, value: tf.Tensor) -> tf.Tensor:
 
 
 def _is_made_of(value: tf.Tensor, reads: set[tf.Operation], through: frozenset[str]) -> bool:
-    """Return whether a tensor is computed from a gather in codes of one of the reads, through operations of these
-    types alone."""
-    left, seen = [value], set()
-    while left:
-        tensor = left.pop()
+    """Return whether a tensor is computed from a rounded read by operations of the types in `through` only."""
+    waiting, seen = [value], set()
+    while waiting:
+        tensor = waiting.pop()
         operation = tensor.op
         if _private.has_mark(operation, replicas.CODED):
             if not reads.isdisjoint(ancestors([tensor])):
@@ -79,5 +78,5 @@ def _is_made_of(value: tf.Tensor, reads: set[tf.Operation], through: frozenset[s
         for source in sources:
             if source is not None and source.ref() not in seen:
                 seen.add(source.ref())
-                left.append(source)
+                waiting.append(source)
     return False

@@ -307,7 +307,7 @@ class StepContext:
         blocks: Records blocks of a graph that belongs to no step: the graph of a plan.
         local: The variables of a block that is traced with the local shapes of a device; None outside of such blocks.
         skips_frozen: True if a step takes no gradient of a weight that Keras does not train.
-        reads_exactly: True if reads gather variables exactly, where the step otherwise gathers them in codes.
+        reads_exactly: True if reads gather variables exactly, also variables that the step otherwise gathers in codes.
     """
 
     step: Step | None = None
@@ -370,8 +370,8 @@ def here() -> tf.Graph | None:
 def rounds_gathers() -> bool:
     """Return whether reads gather variables in codes, where their layouts say so.
 
-    A traced step rounds what its forward and backward pass read. An optimizer's update reads exactly: it writes the
-    variable that it reads. So do eager steps.
+    The forward and backward pass of a traced step gather in codes. Eager steps read exactly. Optimizers' updates also
+    read exactly, because they write the variables that they read.
     """
     step, here_ = current(), context()
     if step is None or step.graph is None or here_.reads_exactly:
