@@ -234,6 +234,43 @@ def language_model(family: str) -> keras.Model:
     return families.spread(families.with_logits(backbone))
 
 
+class ClippedDistances(keras.layers.Layer):
+    """Attention by a mask of clipped positions, which look unclipped within the first chunk."""
+
+    def build(self, shape):
+        self.attention = keras.layers.MultiHeadAttention(2, 4, name="attention")
+        self.attention.build(shape, shape)
+        self.built = True
+
+    def call(self, x):
+        places = keras.ops.minimum(keras.ops.arange(x.shape[1]), 6)
+        return self.attention(x, x, attention_mask=(places[:, None] - places[None, :] >= 0)[None])
+
+
+def test_masks_of_clipped_positions_are_refused():
+    inputs = keras.Input((LENGTH, WIDTH))
+    model = tfshard.as_distributed(keras.Model(inputs, ClippedDistances()(inputs)))
+    x = np.ones((2, LENGTH, WIDTH), "float32")
+    with pytest.raises(UnsupportedLayerError, match="attention"):
+        model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4)))
+        model.train_on_batch(x, x)
+
+
+def test_a_model_with_an_input_without_a_sequence_warns_and_trains_as_on_one_device():
+    def build():
+        tokens, kind = keras.Input((LENGTH,), dtype="int32"), keras.Input((1,), dtype="int32")
+        x = keras.layers.Embedding(WORDS, WIDTH)(tokens) + keras.layers.Embedding(3, WIDTH)(kind)
+        x = keras.layers.MultiHeadAttention(4, 4)(x, x, use_causal_mask=True)
+        return keras.Model([tokens, kind], keras.layers.Dense(WORDS)(x))
+
+    data = [((TOKENS, np.arange(BATCH)[:, np.newaxis] % 3), LABELS)]
+    options = {"optimizer": ADAM, "loss": LOSS(), "steps": 2}
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4))
+    with pytest.warns(UserWarning, match=r"does not check that the layers.*no sequence.*\(2, 1\)"):
+        run = parity.train(build, data, strategy=strategy, **options)
+    assert_same(run, parity.train(build, data, eager=True, **options))
+
+
 # --- what a step sends and stores ----------------------------------------------------------------------
 
 

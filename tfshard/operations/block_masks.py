@@ -149,7 +149,7 @@ def _numbers(values: np.ndarray, place: int, dtype: tf.DType) -> _Node | None:
 
 _REARRANGED_CONSTANTS = ("ExpandDims", "Squeeze", "Reshape", "Identity", "Relayout", "CopyToMesh", "StopGradient")
 _COMPUTED_CONSTANTS: Mapping[str, Callable[..., Any]] = {
-    "AddV2": np.add, "Sub": np.subtract, "Mul": np.multiply, "Maximum": np.maximum, "Minimum": np.minimum,
+    "AddV2": np.add, "Sub": np.subtract, "Mul": np.multiply,  # A clip may begin behind the positions of a chunk.
 }  # fmt: skip
 
 

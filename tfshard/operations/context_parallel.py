@@ -7,6 +7,7 @@ another operation than attention combines positions. contexts.py has the collect
 import contextlib
 import functools
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -107,7 +108,8 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
         inputs: The specs of a batch `(B, T, ...)`. By default the inputs that the model was built for.
 
     Returns:
-        False if the model could not be checked, because its inputs are not known.
+        False if the model could not be checked, because its inputs are not known. A model with an input without a
+        sequence is not checked either, but warned of.
 
     Raises:
         UnsupportedLayerError: A layer combines positions in another way. The message names the layer.
@@ -118,8 +120,18 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
         return False
     leaves = keras.tree.flatten(specs)
     length = next((each.shape[1] for each in leaves if each.shape.rank > 1), None)
+    without = sum(each.shape.rank < 2 or each.shape[1] == 1 for each in leaves)
+    if length is not None and 0 < without < len(leaves):
+        warnings.warn(
+            f"tfshard does not check that the layers of model '{model.name}' compute each position of a sequence by "
+            "itself, which a mesh with a context axis needs, because an input of the model has no sequence. Compare a "
+            "step with one on a mesh without the axis. Received: inputs "
+            f"{', '.join(str(tuple(each.shape)) for each in leaves)}",
+            stacklevel=2,
+        )
+        return True
     if length is None or any(each.shape.rank < 2 or each.shape[1] != length for each in leaves) or length % count:
-        return False  # Only inputs that all have sequences are checked.
+        return False
     try:
         graph, points = _traced(model, specs, mesh)
     except LayoutError:
