@@ -340,6 +340,39 @@ def test_layers_that_compute_each_position_by_itself_pass_the_check():
     assert context_parallel.check(model, mesh)
 
 
+def conditioned(shape: tuple[int, ...], *, name: str = "") -> keras.Model:
+    """Return a model with an input that has no sequence, and a layer of `REFUSED`."""
+    condition, inputs = keras.Input(shape), keras.Input((LENGTH, WIDTH))
+    x = keras.layers.Reshape((1, WIDTH))(keras.layers.Dense(WIDTH)(condition))
+    x = inputs + x
+    x = keras.layers.MultiHeadAttention(4, 4, name="attention")(x, x)
+    return keras.Model([condition, inputs], keras.layers.Dense(4)(REFUSED[name]()(x) if name else x))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 3)])
+def test_model_with_an_input_without_a_sequence_is_checked(shape):
+    mesh = tfshard.create_mesh(batch=1, context=4)
+    assert context_parallel.check(conditioned(shape), mesh)
+    for name in REFUSED.keys() - {"whole features", "regularizer"}:  # `install` refuses these.
+        with pytest.raises(UnsupportedLayerError, match="(?i)layer 'culprit'"):
+            context_parallel.check(conditioned(shape, name=name), mesh)
+
+
+def test_model_whose_first_input_has_no_sequence_matches_one_device():
+    batch = [RS.rand(BATCH, 1, 3), RS.rand(BATCH, LENGTH, WIDTH)], RS.rand(BATCH, LENGTH, 4)
+    losses = []
+    for strategy in (None, tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, context=2))):
+        keras.utils.set_random_seed(0)
+        model = conditioned((1, 3))
+        if strategy is None:
+            model.compile("sgd", "mse")
+        else:
+            model = tfshard.as_distributed(model)
+            model.compile("sgd", "mse", strategy=strategy)
+        losses.append([model.train_on_batch(*batch) for _ in range(2)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "index, message",
     [

@@ -117,8 +117,8 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
     if specs is None:
         return False
     leaves = keras.tree.flatten(specs)
-    length = next((each.shape[1] for each in leaves if each.shape.rank > 1), None)
-    if length is None or any(each.shape.rank < 2 or each.shape[1] != length for each in leaves) or length % count:
+    lengths = {each.shape[1] for each in leaves if token_flow.has_sequence(tuple(each.shape))}
+    if len(lengths) != 1 or min(lengths) % count:
         return False  # The batch raises an error.
     try:
         graph, points = _traced(model, specs, mesh)
@@ -143,12 +143,16 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
 def in_rows(inputs: Any, contexts: int) -> Any:
     """Return the specs of the rows of chunks of a batch: `(B * c, T / c, ...)` for `(B, T, ...)`; None for None.
 
+    Tensors without a sequence, `(B,)` and `(B, 1, ...)`, have a copy for each chunk.
+
     Args:
         inputs: Tensors or specs.
         contexts: The chunks of a sequence. They divide its length.
     """
 
     def of_leaf(leaf: Any) -> tf.TensorSpec:
+        if not token_flow.has_sequence(tuple(leaf.shape)):
+            return tf.TensorSpec((leaf.shape[0] * contexts, *leaf.shape[1:]), tf.as_dtype(leaf.dtype))
         samples, length, *rest = leaf.shape
         return tf.TensorSpec((samples * contexts, length // contexts, *rest), tf.as_dtype(leaf.dtype))
 
