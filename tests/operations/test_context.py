@@ -238,7 +238,7 @@ class ClippedDistances(keras.layers.Layer):
     """Attention by a mask of clipped positions, which look unclipped within the first chunk."""
 
     def build(self, shape):
-        self.attention = keras.layers.MultiHeadAttention(2, 4, name="attention")
+        self.attention = keras.layers.MultiHeadAttention(4, 4, name="attention")
         self.attention.build(shape, shape)
         self.built = True
 
@@ -254,21 +254,6 @@ def test_masks_of_clipped_positions_are_refused():
     with pytest.raises(UnsupportedLayerError, match="attention"):
         model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4)))
         model.train_on_batch(x, x)
-
-
-def test_a_model_with_an_input_without_a_sequence_warns_and_trains_as_on_one_device():
-    def build():
-        tokens, kind = keras.Input((LENGTH,), dtype="int32"), keras.Input((1,), dtype="int32")
-        x = keras.layers.Embedding(WORDS, WIDTH)(tokens) + keras.layers.Embedding(3, WIDTH)(kind)
-        x = keras.layers.MultiHeadAttention(4, 4)(x, x, use_causal_mask=True)
-        return keras.Model([tokens, kind], keras.layers.Dense(WORDS)(x))
-
-    data = [((TOKENS, np.arange(BATCH)[:, np.newaxis] % 3), LABELS)]
-    options = {"optimizer": ADAM, "loss": LOSS(), "steps": 2}
-    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4))
-    with pytest.warns(UserWarning, match=r"does not check that the layers.*no sequence.*\(2, 1\)"):
-        run = parity.train(build, data, strategy=strategy, **options)
-    assert_same(run, parity.train(build, data, eager=True, **options))
 
 
 # --- what a step sends and stores ----------------------------------------------------------------------
@@ -376,6 +361,57 @@ def test_layers_that_compute_each_position_by_itself_pass_the_check():
     model = keras.Model(inputs, keras.layers.Dense(WIDTH)(x))
     mesh = tfshard.create_mesh(batch=1, context=4)
     assert context_parallel.check(model, mesh)
+
+
+def conditioned(shape: tuple[int, ...], *, name: str = "") -> keras.Model:
+    """Return a model with an input that has no sequence, and a layer of `REFUSED`."""
+    condition, inputs = keras.Input(shape), keras.Input((LENGTH, WIDTH))
+    x = keras.layers.Reshape((1, WIDTH))(keras.layers.Dense(WIDTH)(condition))
+    x = inputs + x
+    x = keras.layers.MultiHeadAttention(4, 4, name="attention")(x, x)
+    return keras.Model([condition, inputs], keras.layers.Dense(4)(REFUSED[name]()(x) if name else x))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 3)])
+def test_model_with_an_input_without_a_sequence_is_checked(shape):
+    mesh = tfshard.create_mesh(batch=1, context=4)
+    assert context_parallel.check(conditioned(shape), mesh)
+    for name in REFUSED.keys() - {"whole features", "regularizer"}:  # `install` refuses these.
+        with pytest.raises(UnsupportedLayerError, match="(?i)layer 'culprit'"):
+            context_parallel.check(conditioned(shape, name=name), mesh)
+
+
+def test_model_whose_first_input_has_no_sequence_matches_one_device():
+    batch = [RS.rand(BATCH, 1, 3), RS.rand(BATCH, LENGTH, WIDTH)], RS.rand(BATCH, LENGTH, 4)
+    losses = []
+    for strategy in (None, tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, context=2))):
+        keras.utils.set_random_seed(0)
+        model = conditioned((1, 3))
+        if strategy is None:
+            model.compile("sgd", "mse")
+        else:
+            model = tfshard.as_distributed(model)
+            model.compile("sgd", "mse", strategy=strategy)
+        losses.append([model.train_on_batch(*batch) for _ in range(2)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [4, 1])
+def test_draw_for_each_sample_is_shared_by_its_chunks(width):
+    batch = RS.rand(BATCH, LENGTH, WIDTH), RS.rand(BATCH, LENGTH, width)
+    losses = []
+    for strategy in (None, tfshard.ShardedStrategy(tfshard.create_mesh(batch=2, context=2))):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((LENGTH, WIDTH))
+        x = inputs + keras.layers.Dropout(0.5, noise_shape=(None, 1, 1), seed=1)(keras.layers.Dense(WIDTH)(inputs))
+        model = keras.Model(inputs, keras.layers.Dense(width)(x))
+        if strategy is None:
+            model.compile("sgd", "mse")
+        else:
+            model = tfshard.as_distributed(model)
+            model.compile("sgd", "mse", strategy=strategy)
+        losses.append([model.train_on_batch(*batch) for _ in range(2)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> An
 def _in_chunks(leaves: Sequence[Any], mesh: dtensor.Mesh) -> list[Any]:
     """Split the leaves of a batch into rows of chunks (layouts/sequence_chunks.py).
 
-    The length of the sequences is dim 1 of the first tensor that has a dim 1 of more than one position. Tensors without
+    The first tensor of two dims or more, and a length other than 1, tells the length of the sequences. Tensors without
     a sequence are repeated for each chunk.
 
     Raises:
@@ -288,7 +288,8 @@ def _in_chunks(leaves: Sequence[Any], mesh: dtensor.Mesh) -> list[Any]:
     chunks = SequenceChunks.of(axes)
     hosts = [leaf if _stays(leaf) or isinstance(leaf, tf.RaggedTensor) else _host_array(leaf) for leaf in leaves]
     arrays = [each for each in hosts if isinstance(each, np.ndarray)]
-    length = next((each.shape[1] for each in arrays if each.ndim > 1 and each.shape[1] > 1), None)
+    lengths = [each.shape[1] for each in arrays if each.ndim > 1]
+    length = next((each for each in lengths if each != 1), lengths[0] if lengths else None)
     shapes = [tuple(each.shape) for each in arrays]
     if length is None:
         if any(each.ndim for each in arrays) and not any(map(transfer.is_dtensor, leaves)):

@@ -20,6 +20,12 @@ from tfshard.graph.model_graph import ModelGraph
 # The dims of the samples and of the positions of a tensor; one dim if they are merged.
 Dims = tuple[int, ...]
 TOKENS: Dims = (0, 1)
+SAMPLES: Dims = (0,)
+
+
+def has_sequence(shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor of a batch has a sequence in dim 1. Tensors `(B,)` and `(B, 1, ...)` have none."""
+    return len(shape) > 1 and shape[1] != 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,8 @@ class _TokenFlow:
         self.graph, self._points = graph, points
         self.used = self._used()
         self.dims: dict[str, Dims] = {}
+        # Tensors with samples and no positions: every chunk of a sequence has a copy.
+        self.of_samples: set[str] = set()
 
     def _used(self) -> set[str]:
         """Return the names of the operations that outputs, losses, queries, keys and values depend on."""
@@ -101,7 +109,10 @@ class _TokenFlow:
             if operation.name not in self.used:
                 continue
             for tensor in operation.outputs:
-                if tensor.name in self._points.sources or tensor.name in self.graph.inputs:
+                if tensor.name in self.graph.inputs and not has_sequence(tuple(tensor.shape)):
+                    self.dims[tensor.name] = SAMPLES
+                    self.of_samples.add(tensor.name)
+                elif tensor.name in self._points.sources or tensor.name in self.graph.inputs:
                     self.dims[tensor.name] = TOKENS
             try:
                 self.dims.update(self._after(operation))
@@ -126,21 +137,32 @@ class _TokenFlow:
             _FaultError: The operation combines positions.
         """
         given = {n: self.dims[t.name] for n, t in enumerate(operation.inputs) if t.name in self.dims}
+        names = [tensor.name for tensor in operation.inputs]
         found: dict[str, Dims] = {}
-        for number, dims in given.items():
+        with_positions: set[str] = set()
+        for number, dims in sorted(given.items(), key=lambda each: names[each[0]] in self.of_samples):
             for output, to in self._through(operation, number, dims, given).items():
                 name = operation.outputs[output].name
+                if names[number] not in self.of_samples:
+                    with_positions.add(name)
+                elif name in with_positions and to[0] == found[name][0] and len(found[name]) == len(TOKENS):
+                    continue
                 if found.setdefault(name, to) != to:
                     raise _FaultError("it combines every position with every other")
+        self.of_samples.update(found.keys() - with_positions)
         return found
 
     def _through(self, operation: tf.Operation, number: int, dims: Dims, given: Mapping[int, Dims]) -> dict[int, Dims]:
         """Return the dims of the tokens of input `number` in each result."""
+        of_samples = operation.inputs[number].name in self.of_samples
         if operation.type == "Reshape" and number == 0:
-            return {0: _reshaped(operation, dims)}
+            to = _reshaped(operation, dims)
+            if of_samples and len(to) != len(SAMPLES):
+                raise _FaultError("it splits the samples of a batch")
+            return {0: to}
         if operation.type == "OneHot" and number == 0:
             return {0: _after_one_hot(operation, dims)}
-        if operation.type in ("Sum", "Mean") and number == 0 and _sums_all(operation, dims):
+        if operation.type in ("Sum", "Mean") and number == 0 and not of_samples and _sums_all(operation, dims):
             return {}
         flows = []
         for dim in dims:
@@ -152,9 +174,10 @@ class _TokenFlow:
             for other, place in flow.aligned:
                 if place not in given.get(other, ()) and not _is_random(operation.inputs[other]):
                     raise _FaultError("it combines the positions with a tensor that has a value for each position")
-        for flow in flows:
+        for place, flow in enumerate(flows):
             for other in flow.repeated:
-                if other in given:
+                is_per_sample = operation.inputs[other].name in self.of_samples
+                if other in given and not (is_per_sample and len(dims) == len(TOKENS) and place == 1):
                     raise _FaultError("it combines every position with every other")
         return {
             output: tuple(dict(flow.outputs)[output] for flow in flows)
@@ -234,13 +257,21 @@ def _difference(flow: _TokenFlow, split: _TokenFlow, contexts: int) -> TokenFaul
     for operation, other in zip(in_full, in_rows, strict=True):
         for tensor, part in zip(operation.outputs, other.outputs, strict=True):
             dims = flow.dims.get(tensor.name)
-            if dims is not None and tuple(part.shape) != _split_shape(tuple(tensor.shape), dims, contexts):
+            if tensor.name in flow.of_samples and dims is not None:
+                expected = _repeated_shape(tuple(tensor.shape), dims, contexts)
+            elif dims is not None:
+                expected = _split_shape(tuple(tensor.shape), dims, contexts)
+            if dims is not None and tuple(part.shape) != expected:
                 return TokenFault(operation=operation.name, reason="it was made for sequences of a certain length")
         if dim_rules.is_elementwise(operation) and any(each.name in flow.dims for each in operation.inputs):
             for tensor, part in zip(operation.inputs, other.inputs, strict=True):
                 if tensor.name not in flow.dims and not _are_equal(tensor, part):
                     return TokenFault(operation=operation.name, reason="it computes with the length of the sequences")
     return None
+
+
+def _repeated_shape(shape: tuple[int, ...], dims: Dims, contexts: int) -> tuple[int, ...]:
+    return tuple(size * contexts if dim in dims else size for dim, size in enumerate(shape))
 
 
 def _split_shape(shape: tuple[int, ...], dims: Dims, contexts: int) -> tuple[int, ...]:

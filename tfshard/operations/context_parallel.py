@@ -7,7 +7,6 @@ another operation than attention combines positions. contexts.py has the collect
 import contextlib
 import functools
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -108,8 +107,7 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
         inputs: The specs of a batch `(B, T, ...)`. By default the inputs that the model was built for.
 
     Returns:
-        False if the model could not be checked, because its inputs are not known. A model with an input without a
-        sequence is not checked either, but warned of.
+        False if the model could not be checked, because its inputs are not known.
 
     Raises:
         UnsupportedLayerError: A layer combines positions in another way. The message names the layer.
@@ -119,19 +117,9 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
     if specs is None:
         return False
     leaves = keras.tree.flatten(specs)
-    length = next((each.shape[1] for each in leaves if each.shape.rank > 1), None)
-    without = sum(each.shape.rank < 2 or each.shape[1] == 1 for each in leaves)
-    if length is not None and 0 < without < len(leaves):
-        warnings.warn(
-            f"tfshard does not check that the layers of model '{model.name}' compute each position of a sequence by "
-            "itself, which a mesh with a context axis needs, because an input of the model has no sequence. Compare a "
-            "step with one on a mesh without the axis. Received: inputs "
-            f"{', '.join(str(tuple(each.shape)) for each in leaves)}",
-            stacklevel=2,
-        )
-        return True
-    if length is None or any(each.shape.rank < 2 or each.shape[1] != length for each in leaves) or length % count:
-        return False
+    lengths = {each.shape[1] for each in leaves if token_flow.has_sequence(tuple(each.shape))}
+    if len(lengths) != 1 or min(lengths) % count:
+        return False  # The batch raises an error.
     try:
         graph, points = _traced(model, specs, mesh)
     except LayoutError:
@@ -155,12 +143,16 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
 def in_rows(inputs: Any, contexts: int) -> Any:
     """Return the specs `(B * c, T / c, ...)` of a batch `(B, T, ...)` as rows of chunks; None for None.
 
+    Tensors without a sequence, `(B,)` and `(B, 1, ...)`, have a copy for each chunk.
+
     Args:
         inputs: Tensors or specs.
         contexts: The number of chunks of a sequence. It divides the length.
     """
 
     def of_leaf(leaf: Any) -> tf.TensorSpec:
+        if not token_flow.has_sequence(tuple(leaf.shape)):
+            return tf.TensorSpec((leaf.shape[0] * contexts, *leaf.shape[1:]), tf.as_dtype(leaf.dtype))
         samples, length, *rest = leaf.shape
         return tf.TensorSpec((samples * contexts, length // contexts, *rest), tf.as_dtype(leaf.dtype))
 

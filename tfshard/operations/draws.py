@@ -212,10 +212,10 @@ class _Draw:
             is_part = microbatch is not None and rows_dim == 0 and self.shape[0] % microbatch.rows == 0
             if dim == 0 or is_part:
                 devices = 1 if dim is None else axis_sizes(self.mesh).data_size
-                if self._has_chunks():
+                if self._has_chunks() or self._is_of_samples():
                     return self._by_chunks(devices, microbatch if is_part else None)
                 return self._by_rows(devices, microbatch if is_part else None)
-            if microbatch is None and rows_dim == 0 and self._has_chunks():
+            if microbatch is None and rows_dim == 0 and (self._has_chunks() or self._is_of_samples()):
                 return self._by_chunks(1, None)
         counter = self.counter
         if microbatch is not None and rows_dim is not None:
@@ -253,7 +253,17 @@ class _Draw:
         step = steps.current()
         if step is None or axis_sizes(self.mesh).contexts == 1 or self.parameters and self.parameters[0].shape.rank:
             return False
-        return len(self.shape) > 1 and self.shape[1] in step.batch.other_dims
+        if len(self.shape) < 2 or self.shape[1] not in step.batch.other_dims:
+            return False
+        return self.shape[1] != 1 or max(step.batch.seconds, default=1) == 1
+
+    def _is_of_samples(self) -> bool:
+        """Return whether the draw is for samples, such as `(B, 1, 1)` of stochastic depth. Chunks share its numbers."""
+        step = steps.current()
+        if step is None or axis_sizes(self.mesh).contexts == 1 or self.parameters and self.parameters[0].shape.rank:
+            return False
+        is_wide = len(self.shape) > 1 and self.shape[1] != 1
+        return self.shape[0] in step.batch.rows and not is_wide and not self._has_chunks()
 
     def _by_chunks(self, devices: int, microbatch: Microbatch | None) -> tf.Tensor:
         """Draw each local row alone, because local rows do not follow each other in the draw of one device.
@@ -266,7 +276,9 @@ class _Draw:
         total = devices * parts * local
         samples = chunks.repeated(np.arange(total // chunks.contexts))
         # For each row of the batch, the number of its chunk in the draw of one device.
-        numbers = samples * chunks.contexts + chunks.chunks_of_rows(total)
+        numbers = samples
+        if not self._is_of_samples():
+            numbers = samples * chunks.contexts + chunks.chunks_of_rows(total)
         blocks = np.arange(devices).reshape(devices, 1) if microbatch is None else microbatch.blocks(devices)
         count, group = math.prod(self.shape[1:]), self.generator.group(self.dtype)
         begins = numbers[blocks[..., np.newaxis] * local + np.arange(local)] * count

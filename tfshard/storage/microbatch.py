@@ -39,11 +39,13 @@ class BatchShapes:
     Attributes:
         rows: The numbers of rows of its tensors.
         other_dims: The sizes of the other dims of its tensors.
+        seconds: The sizes of dim 1 of its tensors.
         microbatch: The microbatch; None if the step takes the full batch.
     """
 
     rows: frozenset[int] = frozenset()
     other_dims: frozenset[int] = frozenset()
+    seconds: frozenset[int] = frozenset()
     microbatch: Microbatch | None = None
 
     def note(self, batch: Any) -> None:
@@ -51,3 +53,4 @@ class BatchShapes:
         shapes = [leaf.shape.as_list() for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf) and leaf.shape.rank]
         self.rows = frozenset(shape[0] for shape in shapes if shape[0] is not None)
         self.other_dims = frozenset(size for shape in shapes for size in shape[1:] if size is not None)
+        self.seconds = frozenset(shape[1] for shape in shapes if len(shape) > 1 and shape[1] is not None)
