@@ -384,6 +384,10 @@ class Storage:
             return recorded.base
         return self.format.pack(recorded.written, functools.partial(self._member, recorded))
 
+    def value_before_writes(self, member: int) -> tf.Tensor:
+        """Return the value of a member at the begin of the open step."""
+        return self._member(None, member)
+
     def full_value(self, member: int) -> tf.Tensor:
         """Return the full value of a member. The tensor is the same object until the next write.
 

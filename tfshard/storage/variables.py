@@ -214,7 +214,13 @@ class ShardedVariable(VariableSurface):
 
     def value(self) -> tf.Tensor:
         """Return the value in the current context (access.py): in a step the full value in the compute layout."""
-        return access.current().read(self)
+        value, step = access.current().read(self), steps.current()
+        if step is not None and self.storage.format.codes is not None:
+            recorded = self.storage.recorded()
+            is_written = recorded is not None and self.member in recorded.written
+            if not is_written and self.storage.codes(recorded) is not None:
+                step.reads.note_rounded(self, value)
+        return value
 
     def full(self) -> tf.Tensor:
         """Return the full value in the compute layout, as the current graph sees it."""
@@ -462,17 +468,16 @@ class ShardedVariable(VariableSurface):
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> "ShardedVariable":
-        return self.assign(self._exact_value() + self._like_value(delta))
+        delta = self._like_value(delta)
+        with steps.exact_reads():
+            return self.assign(self.value() + delta)
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> "ShardedVariable":
-        return self.assign(self._exact_value() - self._like_value(delta))
-
-    def _exact_value(self) -> tf.Tensor:
-        """Return the value to add to: a rounded read must not be written back (rounded_writes.py)."""
+        delta = self._like_value(delta)
         with steps.exact_reads():
-            return self.value()
+            return self.assign(self.value() - delta)
 
     def _like_value(self, delta: Any) -> tf.Tensor:
         if steps.is_outside():
