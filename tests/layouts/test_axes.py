@@ -260,7 +260,7 @@ def test_a_keras_layout_map_is_taken_on_a_mesh_whose_data_axis_has_another_name(
 def test_a_mesh_of_dtensor_with_a_replica_or_context_axis_is_refused(sizes):
     tfshard.create_mesh(batch=4)  # starts DTensor
     mesh = dtensor.create_mesh(list(sizes.items()), devices=[f"CPU:{i}" for i in range(4)], device_type="CPU")
-    with pytest.raises(MeshError, match=r"no replica axis and no context axis .* tfshard.create_mesh\("):
+    with pytest.raises(MeshError, match=r"no replica axis and no context axis: .* tfshard.create_mesh\("):
         tfshard.ShardedStrategy(mesh)
 
 

@@ -214,13 +214,7 @@ class ShardedVariable(VariableSurface):
 
     def value(self) -> tf.Tensor:
         """Return the value in the current context (access.py): in a step the full value in the compute layout."""
-        value, step = access.current().read(self), steps.current()
-        if step is not None and self.storage.format.codes is not None:
-            recorded = self.storage.recorded()
-            is_written = recorded is not None and self.member in recorded.written
-            if not is_written and self.storage.codes(recorded) is not None:
-                step.reads.note_rounded(self, value)
-        return value
+        return access.current().read(self)
 
     def full(self) -> tf.Tensor:
         """Return the full value in the compute layout, as the current graph sees it."""
