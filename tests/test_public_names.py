@@ -13,7 +13,7 @@ def test_what_import_tfshard_shows():
         auto_layout_map abstract_model profile_step profile_network random_map find_batch_size keras_distribution
         strategy_of shutdown spawn ShardingError
         errors layers callbacks collectives presets planning measure pipeline pipelining PowerSGD EmbeddingTables
-        simulate calibrate local_map psum
+        simulate calibrate local_map psum sequence_positions
     """
     assert sorted(tfshard.__all__) == sorted(expected.split())
     for name in tfshard.__all__:

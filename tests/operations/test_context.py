@@ -1,4 +1,4 @@
-"""A context axis splits sequences between devices, and training keeps the numbers of one device."""
+"""A context axis splits sequences between devices, and training matches one device."""
 
 import functools
 from typing import Any
@@ -13,6 +13,7 @@ import parity
 import tfshard
 from sweeps import table
 from tfshard import measure
+from tfshard.devices import batching
 from tfshard.errors import MeshError, StrategyError, UnsupportedLayerError
 from tfshard.layouts import MeshAxes
 from tfshard.layouts.sequence_chunks import SequenceChunks
@@ -28,7 +29,7 @@ ADAM = functools.partial(keras.optimizers.Adam, 1e-2, epsilon=1e-3)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Take several blocks of a full sequence."""
+    """Split a full sequence into several blocks of attention."""
     monkeypatch.setattr(online_softmax, "BLOCK", 6)
 
 
@@ -233,6 +234,43 @@ def language_model(family: str) -> keras.Model:
     return families.spread(families.with_logits(backbone))
 
 
+class ClippedDistances(keras.layers.Layer):
+    """Attention by a mask of clipped positions, which look unclipped within the first chunk."""
+
+    def build(self, shape):
+        self.attention = keras.layers.MultiHeadAttention(2, 4, name="attention")
+        self.attention.build(shape, shape)
+        self.built = True
+
+    def call(self, x):
+        places = keras.ops.minimum(keras.ops.arange(x.shape[1]), 6)
+        return self.attention(x, x, attention_mask=(places[:, None] - places[None, :] >= 0)[None])
+
+
+def test_masks_of_clipped_positions_are_refused():
+    inputs = keras.Input((LENGTH, WIDTH))
+    model = tfshard.as_distributed(keras.Model(inputs, ClippedDistances()(inputs)))
+    x = np.ones((2, LENGTH, WIDTH), "float32")
+    with pytest.raises(UnsupportedLayerError, match="attention"):
+        model.compile("sgd", "mse", strategy=tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4)))
+        model.train_on_batch(x, x)
+
+
+def test_a_model_with_an_input_without_a_sequence_warns_and_trains_as_on_one_device():
+    def build():
+        tokens, kind = keras.Input((LENGTH,), dtype="int32"), keras.Input((1,), dtype="int32")
+        x = keras.layers.Embedding(WORDS, WIDTH)(tokens) + keras.layers.Embedding(3, WIDTH)(kind)
+        x = keras.layers.MultiHeadAttention(4, 4)(x, x, use_causal_mask=True)
+        return keras.Model([tokens, kind], keras.layers.Dense(WORDS)(x))
+
+    data = [((TOKENS, np.arange(BATCH)[:, np.newaxis] % 3), LABELS)]
+    options = {"optimizer": ADAM, "loss": LOSS(), "steps": 2}
+    strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4))
+    with pytest.warns(UserWarning, match=r"does not check that the layers.*no sequence.*\(2, 1\)"):
+        run = parity.train(build, data, strategy=strategy, **options)
+    assert_same(run, parity.train(build, data, eager=True, **options))
+
+
 # --- what a step sends and stores ----------------------------------------------------------------------
 
 
@@ -316,7 +354,7 @@ REFUSED = {
     "length": lambda: ScaledByLength(name="culprit"),
     "whole features": lambda: keras.layers.SpatialDropout1D(0.5, name="culprit"),
     "regularizer": lambda: keras.layers.Dense(WIDTH, activity_regularizer="l2", name="culprit"),
-    "dropout": lambda: keras.layers.GlobalAveragePooling1D(keepdims=True, name="culprit"),
+    "global pooling": lambda: keras.layers.GlobalAveragePooling1D(keepdims=True, name="culprit"),
 }
 
 
@@ -381,6 +419,12 @@ def test_batches_without_equal_sequences_are_refused(x, message):
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=1, context=4))
     with pytest.raises(StrategyError, match=message):
         strategy.run(lambda *args: 0.0, args=x if isinstance(x, tuple) else (x,))
+
+
+def test_first_tensor_of_a_batch_may_have_no_sequence():
+    mesh = tfshard.create_mesh(batch=1, context=4)
+    rows = batching._in_chunks([np.ones((2, 1)), np.ones((2, 8))], mesh)
+    assert [each.shape for each in rows] == [(8, 1), (8, 2)]
 
 
 @pytest.mark.parametrize(

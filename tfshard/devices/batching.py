@@ -35,9 +35,9 @@ def batch_axes(shape: tuple[int, ...], mesh: dtensor.Mesh) -> Axes:
 
 
 def shares_samples(shape: tuple[int, ...], mesh: dtensor.Mesh) -> bool:
-    """Return whether the devices of the batch axis share the samples of a batch that is on the host.
+    """Return whether the devices of the batch axis split the samples of a tensor that is on the host.
 
-    Otherwise every device has all samples, or its chunk of their sequences on a mesh with a context axis.
+    Otherwise every device has all samples. The shape is that of full sequences, also with a context axis.
     """
     return bool(shape and shape[0]) and shape[0] % axis_sizes(mesh).sample_shards == 0
 
@@ -276,10 +276,10 @@ def to_mesh(value: Any, mesh: dtensor.Mesh, already_sharded: bool = False) -> An
 
 
 def _in_chunks(leaves: Sequence[Any], mesh: dtensor.Mesh) -> list[Any]:
-    """Split the leaves of a batch along their sequences (layouts/sequence_chunks.py).
+    """Split the leaves of a batch into rows of chunks (layouts/sequence_chunks.py).
 
-    The first tensor of two dims or more tells the length of the sequences. Tensors without a sequence get a row for
-    each chunk.
+    The length of the sequences is dim 1 of the first tensor that has a dim 1 of more than one position. Tensors without
+    a sequence are repeated for each chunk.
 
     Raises:
         StrategyError: A tensor has another length, or the context axis does not divide the length.
@@ -288,7 +288,7 @@ def _in_chunks(leaves: Sequence[Any], mesh: dtensor.Mesh) -> list[Any]:
     chunks = SequenceChunks.of(axes)
     hosts = [leaf if _stays(leaf) or isinstance(leaf, tf.RaggedTensor) else _host_array(leaf) for leaf in leaves]
     arrays = [each for each in hosts if isinstance(each, np.ndarray)]
-    length = next((each.shape[1] for each in arrays if each.ndim > 1), None)
+    length = next((each.shape[1] for each in arrays if each.ndim > 1 and each.shape[1] > 1), None)
     shapes = [tuple(each.shape) for each in arrays]
     if length is None:
         if any(each.ndim for each in arrays) and not any(map(transfer.is_dtensor, leaves)):

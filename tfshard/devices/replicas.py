@@ -32,7 +32,7 @@ GATHER = "CollectiveGatherV2"
 # A function of a tensor, its layout and its mesh.
 Function: TypeAlias = Callable[[tf.Tensor, Axes, dtensor.Mesh], tf.Tensor]
 
-# The attribute of operations that encode shards for a gather, and decode them behind it.
+# The attribute that marks the operations of a gather in codes: encoding, collective and decoding.
 CODED = "_tfshard_coded_gather"
 
 # The dtypes that `gather` supports. It sends bfloat16 as float16.
@@ -83,12 +83,12 @@ def gather(
         axes: The tensor's layout.
         mesh: The mesh.
         over: The axis, if not the data axis.
-        codes: The dtype of codes in which each device sends its shard (block_codes.py). By default its elements as they
-            are. Only in a step that is being traced.
+        codes: The dtype of the codes that each device sends in place of its shard (block_codes.py), only in a step that
+            is being traced. By default devices send the elements.
 
     Returns:
         The tensor in the same layout, but replicated over the axis. With replicas, it has one replica's rows. With
-        `codes`, every device has the elements that the codes stand for, also of its own shard.
+        `codes`, all elements are rounded, also those of the local shard.
     """
     if codes is not None:
         with _private.marked(CODED):
@@ -133,12 +133,11 @@ def _gather_codes(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh, codes: str)
         first = [dim, *(each for each in range(len(shard)) if each != dim)]
         line = tf.reshape(tf.transpose(local, first) if dim else local, (1, -1))
         words = block_codes.encode(tf.cast(line, tf.float32), codes)
-        # Not in a parted layout: a barrier with another tensor would make that tensor a parted one, too.
+        # Replicated, not parted: a barrier would give the activation beside the codes the same parted layout.
         words = transfer.relayout(words, (None, None), mesh)
         rows = tf.raw_ops.CollectiveGatherV2(
             input=words, group_size=group_size, **_common(_keys_of_replicas(mesh), mesh)
         )
-        # The shape is unknown otherwise.
         rows = tf.ensure_shape(rows, (group_size, words.shape[1]))
         rows = tf.cast(block_codes.decode(rows, codes, elements), stored.dtype)
     return _joined(rows, shard, group_size, axes, axis, mesh)
@@ -147,13 +146,13 @@ def _gather_codes(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh, codes: str)
 def _joined(
     rows: tf.Tensor, shard: tuple[int, ...], group_size: int, axes: Axes, axis: str, mesh: dtensor.Mesh
 ) -> tf.Tensor:
-    """Join the shards that a device has gathered over an axis, which follow each other in `rows`.
+    """Join the shards that a device has gathered over an axis.
 
     Args:
-        rows: The shards, each with its sharded dim in front.
+        rows: The shards one after the other, each transposed so that the sharded dim comes first.
         shard: The shape of a shard.
         group_size: The number of shards.
-        axes: The layout in front of the gather.
+        axes: The layout before the gather.
         axis: The axis.
         mesh: The mesh.
     """
@@ -227,6 +226,7 @@ _met: set[str] = set()
 
 
 def _gathered_chunks(stored: tf.Tensor, axes: Axes, mesh: dtensor.Mesh) -> tf.Tensor:
+    """Gather the rows of the devices that share sequences, to check their order."""
     local = local_shards.parted(stored, axes, mesh)
     return transfer.relayout(gathered_in_context(local, mesh), (None, None), mesh)
 

@@ -1,7 +1,7 @@
-"""Collectives between the devices of the data axis for lists with lengths that only the step knows.
+"""Collectives between the devices of the data axis for lists whose lengths only the running step knows.
 
-All lists of an all-to-all have one length: the smallest of a few (`capacities`) that holds the longest list. A
-collective keeps the shapes of its first run under its instance key, so each length has a key of its own.
+All lists of an all-to-all have one length: the shortest of a few possible lengths (`capacities`) that holds the longest
+list. TensorFlow keeps the shapes of a collective under its instance key, so each possible length has a separate key.
 
 All tensors in this module differ between devices, also in size ("parted" layouts, local_shards.py). DTensor still
 checks their types: it refuses reshapes and slices of tensors with an unknown shape. Numbers are int64: GPUs have int32
@@ -35,7 +35,7 @@ def capacities(items: int) -> tuple[int, ...]:
 
 
 def chosen(longest: tf.Tensor, most: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the length of the lists of an exchange, and its index among the capacities: int32 scalars.
+    """Return the length of the lists of an exchange, and the index of the length in `capacities`: int32 scalars.
 
     Args:
         longest: An int64 scalar, equal on all devices: the length of the longest list.
@@ -51,8 +51,8 @@ def all_to_all(lists: tf.Tensor, choice: tf.Tensor, choices: int, mesh: dtensor.
     """Send a list to each device of the data axis.
 
     Args:
-        lists: `(devices, length, ...)`: a list for each device, on each device.
-        choice: An int32 scalar, equal on all devices: the index of the length among the possible lengths.
+        lists: `(devices, length, ...)` on each device: a list for each device.
+        choice: An int32 scalar, equal on all devices: the index of the length in `capacities`.
         choices: The number of possible lengths.
         mesh: A mesh without replicas.
 
@@ -62,7 +62,7 @@ def all_to_all(lists: tf.Tensor, choice: tf.Tensor, choices: int, mesh: dtensor.
     devices = axis_sizes(mesh).data_size
     if devices == 1:
         return lists
-    # The collective sends two-byte values bit by bit and does not interpret them.
+    # Collectives take no bfloat16. They copy float16 bit by bit.
     is_brain = lists.dtype == tf.bfloat16
     exchanged = tf.raw_ops.CollectiveAllToAllV2(
         input=tf.bitcast(lists, tf.float16) if is_brain else lists,
@@ -91,8 +91,8 @@ def all_gather(row: tf.Tensor, mesh: dtensor.Mesh) -> tf.Tensor:
     return tf.ensure_shape(rows, (devices, *row.shape[1:]))
 
 
-def place(mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return `(1,)`, int64: the device's number on the data axis."""
+def device_number(mesh: dtensor.Mesh) -> tf.Tensor:
+    """Return the number of this device on the data axis, int64, `(1,)`."""
     sizes = axis_sizes(mesh)
     numbers = transfer.relayout(tf.range(sizes.data_size, dtype=tf.int64), (sizes.data,), mesh)
     return local_shards.local_rows(numbers, mesh)

@@ -1,9 +1,9 @@
-"""Follow the tokens of a batch through a model: does it combine positions of a sequence only in attention layers?
+"""Follow the tokens of a batch through a model, to find operations that combine positions of a sequence.
 
-Context parallelism gives the model a row for each chunk of a sequence (layouts/sequence_chunks.py). The model computes
-the same numbers if every operation works on each position by itself, apart from attention and position embeddings,
-which know the chunks. `check` follows the two dims of the tokens, samples and positions, through the operations of a
-forward pass.
+Context parallelism gives the model a row for each chunk of a sequence (layouts/sequence_chunks.py). The results match
+single-device Keras if every operation computes each position by itself. Attention and position embeddings know the
+chunks, and are left out of the graph. `find_fault` follows the two dims of the tokens, samples and positions, through
+the operations of a forward pass. `find_difference` finds operations that depend on the length of the sequences.
 """
 
 import dataclasses
@@ -41,7 +41,8 @@ class TokenPoints:
 
     Attributes:
         sources: The names of tensors that hold tokens: results of attention and of position embeddings.
-        sinks: The names of tensors that must hold tokens: queries, keys and values, by the layer that takes them.
+        sinks: The name of each tensor that must hold tokens, such as queries and keys, and what takes the tensor, in
+            words.
     """
 
     sources: frozenset[str]
@@ -56,7 +57,7 @@ def find_fault(graph: ModelGraph, points: TokenPoints) -> TokenFault | None:
 def find_difference(
     graph: ModelGraph, points: TokenPoints, split: ModelGraph, split_points: TokenPoints, contexts: int
 ) -> TokenFault | None:
-    """Return the first operation of a model that was made for another number of positions, or None.
+    """Return the first operation of a model that works for sequences of one length only, or None.
 
     Args:
         graph: The forward pass on a batch `(B, T, ...)`, without a fault.
@@ -106,11 +107,9 @@ class _TokenFlow:
                 self.dims.update(self._after(operation))
             except _FaultError as fault:
                 return TokenFault(operation=operation.name, reason=str(fault))
-        for name, layer in self._points.sinks.items():
+        for name, taker in self._points.sinks.items():
             if self.dims.get(name) != TOKENS:
-                return TokenFault(
-                    operation=name, reason=f"layer '{layer}' takes a tensor that has no sequence in dim 1"
-                )
+                return TokenFault(operation=name, reason=f"{taker} takes a tensor that has no sequence in dim 1")
         ranks = {tensor.name: tensor.shape.rank for each in self.graph.operations for tensor in each.outputs}
         for name in sorted(self.graph.outputs):
             if self.dims.get(name) != TOKENS:
@@ -171,6 +170,7 @@ def _reason(operation: tf.Operation, outcome: dim_rules.Outcome) -> str:
 
 
 def _reshaped(operation: tf.Operation, dims: Dims) -> Dims:
+    """Return the dims of the tokens in the result of a Reshape, which may merge or split samples and positions."""
     before, after = tuple(operation.inputs[0].shape), tuple(operation.outputs[0].shape)
     if None in before or None in after:
         raise _FaultError("it reshapes to a shape that is not known")
@@ -207,7 +207,7 @@ def _sums_all(operation: tf.Operation, dims: Dims) -> bool:
 
 
 def _is_random(tensor: tf.Tensor) -> bool:
-    """Return whether a tensor was made of random numbers."""
+    """Return whether a tensor is computed element by element from random numbers."""
     waiting, seen = [tensor.op], set()
     while waiting:
         operation = waiting.pop()
@@ -220,30 +220,32 @@ def _is_random(tensor: tf.Tensor) -> bool:
 
 
 def _difference(flow: _TokenFlow, split: _TokenFlow, contexts: int) -> TokenFault | None:
-    """Return the first operation that was made for another number of positions.
+    """Return the first operation that works for sequences of one length only.
 
-    A model may hold numbers that were computed from the length of a sequence when the model was built.
+    Such an operation has, for example, a constant that Keras computed from the length when the model was built.
     """
-    ours = [each for each in flow.graph.operations if each.name in flow.used]
-    theirs = [each for each in split.graph.operations if each.name in split.used]
-    if [each.type for each in ours] != [each.type for each in theirs]:
+    in_full = [each for each in flow.graph.operations if each.name in flow.used]
+    in_rows = [each for each in split.graph.operations if each.name in split.used]
+    if [each.type for each in in_full] != [each.type for each in in_rows]:
         return TokenFault(
-            operation=ours[-1].name, reason="the model has other operations for shorter sequences than for longer ones"
+            operation=in_full[-1].name,
+            reason="the model has other operations for shorter sequences than for longer ones",
         )
-    for our, their in zip(ours, theirs, strict=True):
-        for tensor, other in zip(our.outputs, their.outputs, strict=True):
+    for operation, other in zip(in_full, in_rows, strict=True):
+        for tensor, part in zip(operation.outputs, other.outputs, strict=True):
             dims = flow.dims.get(tensor.name)
-            if dims is not None and tuple(other.shape) != _split_shape(tuple(tensor.shape), dims, contexts):
-                return TokenFault(operation=our.name, reason="it was made for sequences of a certain length")
-        if dim_rules.is_elementwise(our) and any(each.name in flow.dims for each in our.inputs):
-            for tensor, other in zip(our.inputs, their.inputs, strict=True):
-                if tensor.name not in flow.dims and not _are_equal(tensor, other):
-                    return TokenFault(operation=our.name, reason="it computes with the length of the sequences")
+            if dims is not None and tuple(part.shape) != _split_shape(tuple(tensor.shape), dims, contexts):
+                return TokenFault(operation=operation.name, reason="it was made for sequences of a certain length")
+        if dim_rules.is_elementwise(operation) and any(each.name in flow.dims for each in operation.inputs):
+            for tensor, part in zip(operation.inputs, other.inputs, strict=True):
+                if tensor.name not in flow.dims and not _are_equal(tensor, part):
+                    return TokenFault(operation=operation.name, reason="it computes with the length of the sequences")
     return None
 
 
 def _split_shape(shape: tuple[int, ...], dims: Dims, contexts: int) -> tuple[int, ...]:
-    if len(dims) == 1:
+    """Return the shape that a tensor of the full batch has for rows of chunks."""
+    if len(dims) == 1:  # Samples and positions are merged.
         return shape
     return tuple(
         size * contexts if dim == dims[0] else size // contexts if dim == dims[1] else size
@@ -252,5 +254,6 @@ def _split_shape(shape: tuple[int, ...], dims: Dims, contexts: int) -> tuple[int
 
 
 def _are_equal(tensor: tf.Tensor, other: tf.Tensor) -> bool:
-    ours, theirs = tf.get_static_value(tensor), tf.get_static_value(other)
-    return ours is None or theirs is None or np.array_equal(ours, theirs)
+    """Return whether two constants are equal. Other tensors count as equal."""
+    first, second = tf.get_static_value(tensor), tf.get_static_value(other)
+    return first is None or second is None or np.array_equal(first, second)

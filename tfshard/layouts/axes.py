@@ -197,7 +197,7 @@ class MeshAxes(Mapping[str, int]):
 
     @property
     def sample_shards(self) -> int:
-        """The number of devices with different samples: the devices of the data axis, each context group once."""
+        """The number of devices with different samples: of the devices that share sequences, one counts."""
         return self.data_size // self.contexts
 
     @functools.cached_property

@@ -9,11 +9,12 @@ from tfshard.layouts.layout_map import VariableSpec
 
 # The dtypes of codes: one byte an element, with a float32 scale for each block.
 CODED = ("int8", "float8_e4m3fn")
-# The name for gathers that send elements as they are.
+# The option for exact gathers, which send the elements.
 EXACT = "float32"
 
+# The dtypes of variables that a step may gather in codes.
 _ELEMENTS = ("float32", "bfloat16", "float16")
-# Smaller variables are gathered exactly: they take few bytes, and are sensitive.
+# Smaller variables are gathered exactly. They take few bytes, and models are sensitive to their errors.
 EXACT_BELOW_ELEMENTS = 4096
 
 
@@ -43,7 +44,7 @@ class GatherDtypes:
         return any(dtype != EXACT for _, dtype in self.rules)
 
     def of_variable(self, spec: VariableSpec) -> str | None:
-        """Return the dtype in which a variable is gathered; None if its elements are sent as they are.
+        """Return the dtype of codes in which a variable is gathered; None for an exact gather.
 
         Vectors (biases, and the scales and offsets of normalizations) and small variables are gathered exactly.
         """

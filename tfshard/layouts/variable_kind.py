@@ -187,7 +187,7 @@ def from_options(**options: Any) -> tuple[VariableKind, ...]:
 
 
 def keeps_gradients(option: str) -> bool:
-    """Return whether gradients of an option's variables stay on the devices that compute them."""
+    """Return whether no device reduces or sends the gradients of an option's variables (a plain `VariableKind`)."""
     return not issubclass(_registered.get(option, PartialKind), PartialKind)
 
 

@@ -188,8 +188,8 @@ class VariableLayout:
         group: The number of the group that shares `flat`; None for an ungrouped variable.
         member: The index among the members of `flat`.
         slot_dtype: The dtype in which the moments of the variable are stored; None if they keep their dtype.
-        gather_dtype: The dtype of codes in which steps gather the stored variable, with a scale for each block of one
-            device's shard. None: its elements as they are.
+        gather_dtype: The dtype of codes in which steps gather the stored variable, with a scale for each block of a
+            local shard; None for exact gathers.
         stored_dtype: The dtype in which the variable is stored; None for its dtype. `"int8"`: 8-bit codes, in blocks
             with a scale.
         slots_on_host: True if the host of accelerators stores the moments of the variable, as far as devices update

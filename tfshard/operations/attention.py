@@ -194,7 +194,7 @@ def _is_traced() -> bool:
 
 
 def _check_traced(mesh: dtensor.Mesh) -> None:
-    """Raise an error for attention to chunks of sequences that cannot exchange them."""
+    """Raise an error for attention outside of a traced step, if devices have chunks of sequences."""
     if steps.current() is not None and axis_sizes(mesh).contexts > 1:
         raise UnsupportedLayerError(
             f"On a mesh with the context axis '{axis_sizes(mesh).context}', attention runs in compiled steps only, "
@@ -204,7 +204,7 @@ def _check_traced(mesh: dtensor.Mesh) -> None:
 
 
 def _check_may_compute_otherwise(error: _NotInBlocksError, mesh: dtensor.Mesh, layer: keras.Layer | str | None) -> None:
-    """Raise an error on a mesh with a context axis: as Keras computes it, attention would see one chunk only."""
+    """Raise an error on a mesh with a context axis: computed by Keras, attention would see only one chunk."""
     recorder = contexts.recorder()
     if recorder is not None and recorder.is_passive:
         return
@@ -256,8 +256,8 @@ def _computed_in_blocks(given: _Given, mesh: dtensor.Mesh) -> tf.Tensor:
         recorder.attentions.append(contexts.RecordedAttention(query=query, key=key, value=value, mask=given.mask))
         if recorder.is_passive:
             raise _NotInBlocksError("the model is only traced")
-        recorder.took([query, key, value], "attention")
-        return recorder.gave((*query.shape[:3], value.shape[3]), value.dtype)
+        recorder.note_operands([query, key, value], "attention")
+        return recorder.new_result((*query.shape[:3], value.shape[3]), value.dtype)
     has_context = axis_sizes(mesh).contexts > 1
     choice = tf.distribute.get_strategy().config.attention
     if choice is AttentionChoice.MATH:
@@ -337,8 +337,10 @@ def _on_mesh(
 
 
 def heads_of_context(heads: int, key_heads: int, contexts: int) -> int | None:
-    """Return how often the devices of a context repeat each head of keys, to exchange equally many; None if they cannot
-    share the heads of the queries.
+    """Return how often devices repeat each head of keys before they exchange heads for positions.
+
+    The devices then get equally many heads of keys. Returns None if the context axis does not divide the heads of the
+    queries.
 
     Args:
         heads: The heads of the queries of a device.
@@ -354,7 +356,7 @@ def heads_of_context(heads: int, key_heads: int, contexts: int) -> int | None:
 def _across_context(
     kind: Attention, query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, parts: Sequence[tf.Tensor], mesh: dtensor.Mesh
 ) -> tf.Tensor:
-    """Run attention of full sequences, of which each device has a chunk (contexts.py)."""
+    """Run attention over full sequences. Each device has a chunk of them (contexts.py)."""
     axes = axis_sizes(mesh)
     if query.shape[:2] != key.shape[:2] or query.shape[:2] != value.shape[:2]:
         raise _NotInBlocksError(f"its queries {tuple(query.shape)} and keys {tuple(key.shape)} are of several lengths")
@@ -365,7 +367,7 @@ def _across_context(
     local = query.shape[2] // axes[model] if model is not None and query.shape[2] % axes[model] == 0 else query.shape[2]
     model = model if local < query.shape[2] else None
     if model is not None and key.shape[2] % axes[model]:
-        # A device's heads of the queries share no whole heads of the keys.
+        # The model axis does not divide the heads of the keys: each head of the queries gets its own keys.
         key, value = (tf.repeat(each, query.shape[2] // each.shape[2], axis=2) for each in (key, value))
     local_keys = key.shape[2] if model is None else key.shape[2] // axes[model]
     gathers = tf.distribute.get_strategy().config.context_attention is ContextAttention.GATHER
@@ -376,6 +378,9 @@ def _across_context(
             f"'{axes.context}' (context_attention='gather' takes any number)"
         )
     if kind.mask is not None:
+        if query.shape[1] == 1:
+            # A part with a value for each position looks like a part with one value for all positions.
+            raise _NotInBlocksError("it has a mask, and each device has one position of a sequence only")
         found = block_masks.of_full_sequences(kind.mask, parts, query.shape[0])
         if found is None:
             raise _NotInBlocksError(
@@ -407,18 +412,19 @@ def _with_gathered_keys(
     exchange: contexts.Exchange,
     mesh: dtensor.Mesh,
 ) -> tf.Tensor:
-    """Run attention of a device's queries to the keys of all devices of its context.
+    """Run attention of the local queries to the keys of all devices that share the sequences.
 
     Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2.
     """
     rows, length = given[0].shape[:2]
-    chunks = SequenceChunks.of(axis_sizes(mesh)).chunks_of_rows(rows).astype("int32") * length
-    first = tf.constant(chunks.reshape(rows, 1, 1, 1))
+    first_positions = SequenceChunks.of(axis_sizes(mesh)).chunks_of_rows(rows).astype("int32") * length
+    first = tf.constant(first_positions.reshape(rows, 1, 1, 1))
 
     def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, first: tf.Tensor, *parts: tf.Tensor) -> tf.Tensor:
         full = [exchange.all_positions(each) if each.shape[3] > 1 else each for each in parts]
         here = kind
         if kind.mask is not None or kind.is_causal:
+            # All local rows are chunks with the same number.
             mask, full = block_masks.of_later_queries(kind.mask, full, first[:1], is_causal=kind.is_causal)
             here = dataclasses.replace(kind, mask=mask, is_causal=False)
         return online_softmax.attend(here, query, key, value, full, exchange)

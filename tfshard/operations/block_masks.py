@@ -40,8 +40,8 @@ _ELEMENTWISE: Mapping[str, Callable[..., tf.Tensor]] = {
 _REARRANGING = ("BroadcastTo", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient", "PreventGradient")
 
 # Descriptions of how to compute a block: ("part", number), (type of operation, inputs...), ("Cast", dtype, input),
-# ("Cumsum", dim, number of equal elements), ("MatrixBandPart", lower, upper, input), and for
-# numbers along a dim that grow by equal steps, ("Numbers", dim, first, step, dtype). ("Kept", input) is boolean.
+# ("Cumsum", dim, number of equal elements), ("MatrixBandPart", lower, upper, input), ("Kept", input) for a mask made
+# boolean, and ("Numbers", dim, first, step, dtype) for numbers that grow by equal steps along a dim.
 _Node = tuple[Any, ...]
 
 
@@ -51,7 +51,7 @@ class BlockMask:
 
     Attributes:
         node: The description.
-        first_query: The number of the part `(1, 1, 1, 1)` that has the number of the first query; None if it is 0.
+        first_query: The index of the part `(1, 1, 1, 1)` with the position of the first query; None for position 0.
     """
 
     node: _Node
@@ -67,7 +67,7 @@ class BlockMask:
             first: The numbers of the first query and key of the block.
             sizes: The numbers of queries and keys of the block.
         """
-        # Numbers of queries within a part, and within the sequence.
+        # Parts count queries from the first local query, and positions from the first of the sequence.
         begin = 0 if self.first_query is None else tf.reshape(parts[self.first_query], ())
         found = _computed(self.node, parts, first, sizes, begin)
         return _kept(found)
@@ -86,7 +86,7 @@ def mask_of(mask: tf.Tensor, shape: Sequence[int]) -> tuple[BlockMask, list[tf.T
 
 
 def _kept(values: tf.Tensor) -> tf.Tensor:
-    """Return which values of a mask keep a pair."""
+    """Return a mask as booleans: True where a query attends to a key."""
     if values.dtype == tf.bool:
         return values
     return values > tf.constant(0.5 if values.dtype.is_floating else 0, values.dtype)
@@ -95,9 +95,10 @@ def _kept(values: tf.Tensor) -> tf.Tensor:
 def of_full_sequences(
     mask: BlockMask, parts: Sequence[tf.Tensor], rows: int
 ) -> tuple[BlockMask, list[tf.Tensor]] | None:
-    """Return a mask of chunks of sequences as a mask of full sequences, and the parts that it still has.
+    """Return the mask of full sequences for a mask of chunks, and its parts.
 
-    Numbers that count positions go on counting. The caller gathers the other parts along the positions of all chunks.
+    Constants that count positions become nodes that count the positions of the full sequence. The caller gathers the
+    other parts over all chunks.
 
     Args:
         mask: The mask of queries and keys of a chunk.
@@ -105,7 +106,8 @@ def of_full_sequences(
         rows: The rows of the batch.
 
     Returns:
-        None if a part has one value for each pair of a query and a key of a chunk, or constants that do not count.
+        The mask and its parts; None if a part has a value for each pair of a query and a key, or is a constant that
+        does not count positions.
     """
     nodes: list[_Node] = []
     left: list[tf.Tensor] = []
@@ -129,6 +131,7 @@ def of_full_sequences(
 
 
 def _with_parts(node: _Node, nodes: Sequence[_Node]) -> _Node:
+    """Return a node with another node in place of each part."""
     if node[0] == "part":
         return nodes[node[1]]
     return tuple(_with_parts(each, nodes) if isinstance(each, tuple) else each for each in node)
@@ -146,12 +149,12 @@ def _numbers(values: np.ndarray, place: int, dtype: tf.DType) -> _Node | None:
 
 _REARRANGED_CONSTANTS = ("ExpandDims", "Squeeze", "Reshape", "Identity", "Relayout", "CopyToMesh", "StopGradient")
 _COMPUTED_CONSTANTS: Mapping[str, Callable[..., Any]] = {
-    "AddV2": np.add, "Sub": np.subtract, "Mul": np.multiply, "Maximum": np.maximum, "Minimum": np.minimum,
+    "AddV2": np.add, "Sub": np.subtract, "Mul": np.multiply,  # A clip may begin behind the positions of a chunk.
 }  # fmt: skip
 
 
 def _constant_value(tensor: tf.Tensor) -> np.ndarray | None:
-    """Return the value of a tensor that depends on nothing but constants, or None."""
+    """Return the value of a tensor that is computed from constants only; None for other tensors."""
     found = tf.get_static_value(tensor)
     if found is not None:
         return np.asarray(found)
@@ -174,13 +177,13 @@ def _constant_value(tensor: tf.Tensor) -> np.ndarray | None:
 def of_later_queries(
     mask: BlockMask | None, parts: Sequence[tf.Tensor], first_query: tf.Tensor, *, is_causal: bool
 ) -> tuple[BlockMask, list[tf.Tensor]]:
-    """Return a mask for queries that are not the first of their sequence, and its parts.
+    """Return a mask for queries that begin at a later position of their sequence, and its parts.
 
     Args:
-        mask: The mask; None for no mask but a causal one.
+        mask: The mask; None if the only mask is causal.
         parts: Its parts.
-        first_query: The number of the first query, int32, `(..., 1, 1, 1)`.
-        is_causal: True if query number i may attend to keys 0 to i only, besides.
+        first_query: The position of the first query, int32, `(1, 1, 1, 1)`.
+        is_causal: True to add a causal mask: the query at position i attends to keys 0 to i only.
     """
     made = [*parts, first_query]
     node = None if mask is None else mask.node

@@ -175,12 +175,12 @@ class CompiledCall:
         if layer is None or step is None or step.graph is None or steps.here() is not step.graph:
             return self._call(*args, **kwargs)
         try:
-            of_a_kind = _of_a_kind(layer)
-            if of_a_kind is not None:
+            sharded = _variable_of_a_kind(layer)
+            if sharded is not None:
                 if not self._is_block(layer):
                     return self._call(*args, **kwargs)
-                assert of_a_kind.layout.kind is not None
-                raise NotByRowsError(f"variable '{of_a_kind.path}' is one of the {of_a_kind.layout.kind.noun}")
+                assert sharded.layout.kind is not None
+                raise NotByRowsError(f"variable '{sharded.path}' is one of the {sharded.layout.kind.noun}")
             block = _TracedCall(self._call, (args, kwargs), layer, self._mesh)
             if not self._is_block(layer) and not block.is_worth(self._least):
                 return self._call(*args, **kwargs)
@@ -245,11 +245,10 @@ class _Pair:
         return any(each.data is not None for each in self.given)
 
 
-def _of_a_kind(layer: keras.Layer) -> ShardedVariable | None:
-    """Return the first variable of a layer that no device reads in full."""
+def _variable_of_a_kind(layer: keras.Layer) -> ShardedVariable | None:
+    """Return the first variable of a layer that no device reads in full (`VariableKind`), or None."""
     stored = [_private.backend_variable(each) for each in layer.variables]
-    found = [each for each in stored if isinstance(each, ShardedVariable) and each.layout.kind is not None]
-    return found[0] if found else None
+    return next((each for each in stored if isinstance(each, ShardedVariable) and each.layout.kind is not None), None)
 
 
 # The classes of layers of which a warning was given.

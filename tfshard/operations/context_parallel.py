@@ -1,12 +1,13 @@
 """Context parallelism: prepare a model for steps in which each device has a chunk of the sequences.
 
-`install` lets position embeddings count from the first position of a chunk, and checks that no operation but attention
-combines positions. contexts.py has the collectives, attention.py calls them.
+`install` patches position embeddings, which then count positions in the full sequence. `check` refuses models in which
+another operation than attention combines positions. contexts.py has the collectives, and attention.py calls them.
 """
 
 import contextlib
 import functools
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -26,10 +27,10 @@ from tfshard.operations.layer_patch import POSITIONS
 from tfshard.operations.replacing import replaced
 from tfshard.storage import steps
 
-# Positions of a chunk, and samples, of the batch on which a model is checked.
+# The positions of a chunk, and the samples, of the batch with which a model is checked.
 _LENGTH, _SAMPLES = 8, 2
 
-# By the module and the class with the method `call` that is replaced. They take `positions=`.
+# The layers of KerasHub, by module and class, whose `call` takes `positions=`.
 _TABLE = "position_embedding.PositionEmbedding"
 _POSITIONED = (
     _TABLE,
@@ -86,8 +87,8 @@ class _PositionedCall:
     def __call__(self, inputs: Any, start_index: Any = 0, positions: Any = None) -> Any:
         layer, recorder = self._layer(), contexts.recorder()
         if recorder is not None and not recorder.is_passive and positions is None:
-            recorder.took([inputs], "" if layer is None else layer.path or layer.name)
-            return recorder.gave(inputs.shape, keras.backend.standardize_dtype(inputs.dtype))
+            recorder.note_operands([inputs], "a position embedding")
+            return recorder.new_result(inputs.shape, keras.backend.standardize_dtype(inputs.dtype))
         if steps.current() is not None and positions is None and isinstance(start_index, int):
             rows, length = inputs.shape[:2]
             positions = contexts.positions(rows, length, self._mesh) + start_index
@@ -107,7 +108,8 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
         inputs: The specs of a batch `(B, T, ...)`. By default the inputs that the model was built for.
 
     Returns:
-        False if the model could not be checked, because its inputs are not known.
+        False if the model could not be checked, because its inputs are not known. A model with an input without a
+        sequence is not checked either, but warned of.
 
     Raises:
         UnsupportedLayerError: A layer combines positions in another way. The message names the layer.
@@ -118,8 +120,18 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
         return False
     leaves = keras.tree.flatten(specs)
     length = next((each.shape[1] for each in leaves if each.shape.rank > 1), None)
+    without = sum(each.shape.rank < 2 or each.shape[1] == 1 for each in leaves)
+    if length is not None and 0 < without < len(leaves):
+        warnings.warn(
+            f"tfshard does not check that the layers of model '{model.name}' compute each position of a sequence by "
+            "itself, which a mesh with a context axis needs, because an input of the model has no sequence. Compare a "
+            "step with one on a mesh without the axis. Received: inputs "
+            f"{', '.join(str(tuple(each.shape)) for each in leaves)}",
+            stacklevel=2,
+        )
+        return True
     if length is None or any(each.shape.rank < 2 or each.shape[1] != length for each in leaves) or length % count:
-        return False  # The batch raises an error.
+        return False
     try:
         graph, points = _traced(model, specs, mesh)
     except LayoutError:
@@ -141,11 +153,11 @@ def check(model: keras.Model, mesh: dtensor.Mesh, inputs: Any = None) -> bool:
 
 
 def in_rows(inputs: Any, contexts: int) -> Any:
-    """Return the specs of the rows of chunks of a batch: `(B * c, T / c, ...)` for `(B, T, ...)`; None for None.
+    """Return the specs `(B * c, T / c, ...)` of a batch `(B, T, ...)` as rows of chunks; None for None.
 
     Args:
         inputs: Tensors or specs.
-        contexts: The chunks of a sequence. They divide its length.
+        contexts: The number of chunks of a sequence. It divides the length.
     """
 
     def of_leaf(leaf: Any) -> tf.TensorSpec:
@@ -169,11 +181,11 @@ def _traced(model: keras.Model, specs: Any, mesh: dtensor.Mesh) -> tuple[ModelGr
 def recorded_calls(
     model: keras.Model, mesh: dtensor.Mesh | None, *, is_passive: bool = False
 ) -> Iterator[contexts.CallRecorder]:
-    """Record attention and position embeddings of a model, sharded or not, that is traced in this context.
+    """Record calls of attention and of position embeddings while the caller traces a model in this context.
 
     Args:
-        model: The model.
-        mesh: A mesh with a context axis. None, if `is_passive`, for a plan without a mesh.
+        model: The model, sharded or not.
+        mesh: A mesh with a context axis; None if `is_passive`.
         is_passive: As for `CallRecorder`.
     """
     with contextlib.ExitStack() as stack:
@@ -204,9 +216,9 @@ def _raise_fault(model: keras.Model, operation: str, reason: str, mesh: dtensor.
 
 
 def _layer_of(model: keras.Model, operation: str) -> keras.Layer | None:
-    """Return the innermost layer in whose name scope an operation was made.
+    """Return the innermost layer that made an operation, by the name scopes of the operation; None for the model.
 
-    TensorFlow may number all scopes of a graph: the scope of layer 'dense' is 'dense_1'.
+    TensorFlow may add a number to all scopes of a graph: the scope of layer 'dense' is then 'dense_1'.
     """
     scopes = operation.partition(":")[0].split("/")[:-1]
     names = {layer.name: layer for layer in (model, *_private.flatten_layers(model))}
@@ -221,7 +233,7 @@ def _layer_of(model: keras.Model, operation: str) -> keras.Layer | None:
 
 @contextlib.contextmanager
 def any_length(models: Iterable[keras.Model]) -> Iterator[None]:
-    """Let functional models take sequences of another length than they were built for."""
+    """Let functional models take sequences of other lengths than they were built for, in this context."""
     with contextlib.ExitStack() as stack:
         for model in models:
             for layer in (model, *_private.flatten_layers(model)):

@@ -1,12 +1,15 @@
-"""Chunks of sequences in a step: positions, and the exchange of heads for positions (Ulysses).
+"""Chunks of sequences in a step: their positions, and the collectives of attention between their devices.
 
-Jacobs et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
-Models". Between attention layers each device has a chunk of the positions and all heads. An all-to-all between the
-devices of a context turns queries, keys and values into all positions of some heads, and another all-to-all turns the
-result back. The backward pass has the same collectives the other way round.
+Between attention layers each device has a chunk of the positions and all heads. layouts/sequence_chunks.py says which
+device has which chunk. `Exchange` has the collectives for both ways of attention:
 
-layouts/sequence_chunks.py says which device has which chunk. While a model is checked (`recorded`), attention and
-position embeddings return placeholders, and a `CallRecorder` notes what they take.
+- Ulysses: an all-to-all gives each device all positions of some heads, and another one brings the result back (Jacobs
+  et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
+  Models"). The gradient of each all-to-all is the other one.
+- Gather: each device gathers all keys and values. The gradient is a reduce-scatter.
+
+While a model is checked (`recorded`), attention and position embeddings return placeholders, and a `CallRecorder` notes
+their operands.
 """
 
 import contextlib
@@ -46,9 +49,9 @@ class CallRecorder:
     """Notes where the tokens of a model enter and leave attention and position embeddings.
 
     Attributes:
-        is_passive: True to note calls of attention only, and compute as without a recorder.
-        sources: The names of the results.
-        sinks: The names of the operands, by the layer that takes them.
+        is_passive: True to note calls of attention only. The model then computes as without a recorder.
+        sources: The names of the placeholders for results.
+        sinks: The name of each operand, and a description of the layer that takes the operand, for messages.
         attentions: The calls of attention.
     """
 
@@ -58,14 +61,14 @@ class CallRecorder:
         self.sinks: dict[str, str] = {}
         self.attentions: list[RecordedAttention] = []
 
-    def took(self, tensors: list[tf.Tensor], layer: str) -> None:
+    def note_operands(self, tensors: list[tf.Tensor], layer: str) -> None:
         """Note operands of attention or of a position embedding."""
         for tensor in tensors:
             # The name of an identity, because an input of the model may be an operand of several layers.
             self.sinks[tf.identity(tensor).name] = layer
 
-    def gave(self, shape: Any, dtype: Any) -> tf.Tensor:
-        """Return a placeholder for a result."""
+    def new_result(self, shape: Any, dtype: Any) -> tf.Tensor:
+        """Return a placeholder for a result of attention or of a position embedding, and note it."""
         made: tf.Tensor = tf.compat.v1.placeholder(dtype, shape)
         self.sources.add(made.name)
         return made
@@ -117,7 +120,7 @@ def sequence_positions(x: Any) -> Any:
     x = keras.ops.convert_to_tensor(x)
     recording = _state.recorder
     if recording is not None and not recording.is_passive:
-        return recording.gave(x.shape[:2], tf.int32)
+        return recording.new_result(x.shape[:2], tf.int32)
     mesh = _mesh_of_step()
     if mesh is None:
         batch, length = keras.ops.shape(x)[:2]
@@ -127,11 +130,11 @@ def sequence_positions(x: Any) -> Any:
 
 
 def positions(rows: int, length: int, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Return the position in its sequence of each element of `(rows, length)` of a step, int32, as batches are sharded.
+    """Return the position of each token in its sequence, int32, `(rows, length)`, in the layout of a batch.
 
     Args:
-        rows: The rows of the tensor: chunks of sequences.
-        length: The positions of a chunk.
+        rows: The rows of the batch: chunks of sequences.
+        length: The number of positions of a chunk.
         mesh: A mesh with a context axis.
     """
     made = tf.constant(SequenceChunks.of(axis_sizes(mesh)).positions(rows, length))
@@ -139,7 +142,7 @@ def positions(rows: int, length: int, mesh: dtensor.Mesh) -> tf.Tensor:
 
 
 def with_dense_gradient(tensor: tf.Tensor) -> tf.Tensor:
-    """Return a tensor whose gradient is dense, also where rows of it are looked up."""
+    """Return a tensor with a dense gradient, also where a step looks up some of its rows."""
     dense: tf.Tensor = tf.custom_gradient(lambda each: (tf.identity(each), tf.convert_to_tensor))(tensor)
     return dense
 
@@ -152,11 +155,19 @@ def _mesh_of_step() -> dtensor.Mesh | None:
     return mesh if mesh is not None and axis_sizes(mesh).contexts > 1 else None
 
 
-# --- local functions of a device ---------------------------------------------------------------------
+# --- collectives of attention ------------------------------------------------------------------------
+
+# The dtypes that devices gather. Other dtypes, such as bool, are gathered as int32.
+_GATHERED_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64, tf.float16, tf.bfloat16)
+
+
+def gathered_dtype(dtype: tf.DType) -> tf.DType:
+    """Return the dtype in which devices gather a part of a mask of this dtype."""
+    return dtype if dtype in _GATHERED_DTYPES else tf.int32
 
 
 class Exchange:
-    """The exchange of heads for positions, on local tensors in a `local_map`.
+    """The collectives between the devices that share sequences, on local tensors in a `local_map`.
 
     Args:
         mesh: A mesh with a context axis.
@@ -177,23 +188,21 @@ class Exchange:
         return _with_gradient(self._to_heads, self._to_positions, tensor)
 
     def to_positions(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Exchange all positions of some heads for all heads of this device's positions: the way back."""
+        """Exchange `(rows, T, N / c, H)` for `(rows, T / c, N, H)`: all heads of this device's positions."""
         if not self._is_sharded:
             return self._split(tensor)
         return _with_gradient(self._to_positions, self._to_heads, tensor)
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Gather `(rows, T / c, K, H)` to `(rows, T, K, H)`. You cannot differentiate it."""
+        """Gather `(rows, T / c, K, H)` to `(rows, T, K, H)`. `scatter` is the gradient: tapes do not see it."""
         if not self._is_sharded:
             return self._joined(tensor)
         rows, length, *rest = tensor.shape
-        is_brain = tensor.dtype == tf.bfloat16
-        chunks = self._gathered(tf.bitcast(tensor, tf.float16) if is_brain else tensor)
-        chunks = tf.bitcast(chunks, tf.bfloat16) if is_brain else chunks
+        chunks = self._gathered(tensor)
         return tf.reshape(tf.transpose(chunks, (1, 0, 2, 3, 4)), (rows, self._contexts * length, *rest))
 
     def scatter(self, gradient: tf.Tensor) -> tf.Tensor:
-        """Return this device's chunk of the sum of gradients: the gradient of `gather`."""
+        """Return this device's chunk of the sum of all devices' gradients: the gradient of `gather`."""
         if not self._is_sharded:
             return self._split(gradient)
         rows, length, *rest = gradient.shape
@@ -207,23 +216,35 @@ class Exchange:
         """
         dim = 2 if part.shape[2] > 1 else 3
         line = tf.reshape(part, (part.shape[0], part.shape[dim], 1, 1))
-        if self._is_sharded:
-            is_known = line.dtype in (tf.float32, tf.float64, tf.int32, tf.int64, tf.float16)
-            chunks = self._gathered(line if is_known else tf.cast(line, tf.int32))
-            rows = tf.reshape(tf.transpose(chunks, (1, 0, 2, 3, 4)), (part.shape[0], -1, 1, 1))
-            line = rows if is_known else tf.cast(rows, part.dtype)
-        else:
-            line = self._joined(line)
+        line = tf.cast(self.gather(tf.cast(line, gathered_dtype(part.dtype))), part.dtype)
         shape = [line.shape[0], 1, 1, 1]
         shape[dim] = self._contexts * part.shape[dim]
         return tf.reshape(line, shape)
 
     def _gathered(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self._local(replicas.gathered_in_context(tf.expand_dims(tensor, 0), self._mesh))
+        """Return the tensors of all devices, `(c, ...)`, in the order of their chunks."""
+        return self._bit_by_bit(
+            lambda sent: replicas.gathered_in_context(tf.expand_dims(sent, 0), self._mesh),
+            tensor,
+        )
 
-    def _local(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the result of a collective as the other local tensors of a `local_map`, in a replicated layout."""
-        return transfer.relayout(tensor, (None,) * tensor.shape.rank, self._mesh)
+    def _exchanged(self, chunks: tf.Tensor) -> tf.Tensor:
+        """Send `chunks[i]` to device i, and return the tensors from all devices, `(c, ...)`."""
+        return self._bit_by_bit(
+            lambda sent: tf.ensure_shape(replicas.exchanged_in_context(sent, self._mesh), chunks.shape),
+            chunks,
+        )
+
+    def _bit_by_bit(self, collective: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+        """Run a collective that only copies. Devices send bfloat16 as float16, because collectives take no bfloat16.
+
+        Returns:
+            The result in a replicated layout, as other local tensors of a `local_map`.
+        """
+        is_brain = tensor.dtype == tf.bfloat16
+        found = collective(tf.bitcast(tensor, tf.float16) if is_brain else tensor)
+        found = transfer.relayout(found, (None,) * found.shape.rank, self._mesh)
+        return tf.bitcast(found, tf.bfloat16) if is_brain else found
 
     def _to_heads(self, tensor: tf.Tensor) -> tf.Tensor:
         rows, length, heads, width = tensor.shape
@@ -241,19 +262,15 @@ class Exchange:
             tf.transpose(parts, (1, 2, 0, 3, 4)), (rows, length // self._contexts, heads * self._contexts, width)
         )
 
-    def _exchanged(self, chunks: tf.Tensor) -> tf.Tensor:
-        is_brain = chunks.dtype == tf.bfloat16
-        sent = tf.bitcast(chunks, tf.float16) if is_brain else chunks
-        found = self._local(tf.ensure_shape(replicas.exchanged_in_context(sent, self._mesh), chunks.shape))
-        return tf.bitcast(found, tf.bfloat16) if is_brain else found
-
     def _joined(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Join the chunks of a device that has all rows: `(c * B, T / c, ...)` to `(B, T, ...)`."""
         rows, length, *rest = tensor.shape
         split = tf.reshape(tensor, (self._contexts, rows // self._contexts, length, *rest))
         order = (1, 0, *range(2, split.shape.rank))
         return tf.reshape(tf.transpose(split, order), (rows // self._contexts, self._contexts * length, *rest))
 
     def _split(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Split sequences into rows of chunks: the inverse of `_joined`."""
         batch, length, *rest = tensor.shape
         split = tf.reshape(tensor, (batch, self._contexts, length // self._contexts, *rest))
         order = (1, 0, *range(2, split.shape.rank))
@@ -263,6 +280,8 @@ class Exchange:
 def _with_gradient(
     forward: Callable[[tf.Tensor], tf.Tensor], backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor
 ) -> tf.Tensor:
+    """Return `forward(tensor)`, with `backward` as the gradient. `forward` is the gradient of `backward`."""
+
     def apply(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         return forward(tensor), lambda upstream: _with_gradient(backward, forward, upstream)
 

@@ -256,12 +256,16 @@ class _Draw:
         return len(self.shape) > 1 and self.shape[1] in step.batch.other_dims
 
     def _by_chunks(self, devices: int, microbatch: Microbatch | None) -> tf.Tensor:
-        """Draw each local row by itself: in the draw of one device, the next row of a device is far behind."""
+        """Draw each local row alone, because local rows do not follow each other in the draw of one device.
+
+        A single device draws full sequences. A row is a chunk of one of them.
+        """
         chunks = SequenceChunks.of(axis_sizes(self.mesh))
         parts = 1 if microbatch is None else microbatch.count
         local = self.shape[0] // devices
         total = devices * parts * local
         samples = chunks.repeated(np.arange(total // chunks.contexts))
+        # For each row of the batch, the number of its chunk in the draw of one device.
         numbers = samples * chunks.contexts + chunks.chunks_of_rows(total)
         blocks = np.arange(devices).reshape(devices, 1) if microbatch is None else microbatch.blocks(devices)
         count, group = math.prod(self.shape[1:]), self.generator.group(self.dtype)
@@ -280,7 +284,7 @@ class _Draw:
             return rows.from_local(made, self.mesh) if devices > 1 else transfer.replicate(made, self.mesh)
 
     def _here(self, values: np.ndarray, devices: int, microbatch: Microbatch | None) -> tf.Tensor:
-        """Return this device's number of this microbatch, `(1,)`, from numbers by device and microbatch."""
+        """Return the number of this device and microbatch, `(1,)`, from a table of devices by microbatches."""
         table = tf.constant(values, tf.int64)
         line = tf.reshape(rows.to_local(table, self.mesh) if devices > 1 else table, [values.shape[1]])
         return line if microbatch is None else tf.reshape(tf.gather(line, microbatch.number), [1])

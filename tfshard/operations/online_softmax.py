@@ -63,7 +63,7 @@ class Attention:
 
 
 class KeyGather(Protocol):
-    """How a device gets keys and values that other devices have."""
+    """Gathers the keys and values of other devices."""
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the keys or values of all devices."""
@@ -90,7 +90,8 @@ def attend(
         key: `(B, S, K, H)`; K divides N: each head of the keys serves N / K heads of the queries.
         value: `(B, S, K, V)`.
         parts: The parts of the mask, `(B or 1, N or 1, T or 1, S or 1)`.
-        exchange: Gathers keys and values, in the backward pass once more: no pass keeps them.
+        exchange: Gathers keys and values. The backward pass gathers them again, so no full keys are kept. By default,
+            `key` and `value` are full.
 
     Returns:
         `(B, T, N, V)`, in the dtype of `value`.

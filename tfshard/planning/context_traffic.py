@@ -1,4 +1,4 @@
-"""Predict what devices of a context axis send each other in a step: heads for positions, and parts of masks."""
+"""Predict the collectives over a context axis in a step: of queries, keys, values, results and masks of attention."""
 
 import collections
 import math
@@ -16,7 +16,7 @@ from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.config import ContextAttention
 from tfshard.layouts.placement import ModelPlacement
 from tfshard.layouts.variable_layout import VariableLayout
-from tfshard.operations import attention, block_masks, context_parallel
+from tfshard.operations import attention, block_masks, context_parallel, contexts
 from tfshard.operations.contexts import RecordedAttention
 from tfshard.planning import activation_traffic
 from tfshard.planning.variable_traffic import Collective
@@ -28,7 +28,7 @@ _MASK = "4 bytes for each position of the local samples: padding masks of attent
 
 
 def plan(model: ModelOrSpecs, placement: ModelPlacement, inputs: Any = None) -> tuple[tuple[Collective, ...], str]:
-    """Return the collectives over the context axis in a step, and why they are unknown; "" if they are known.
+    """Return the collectives over the context axis in a step, and the reason if they are unknown, or "".
 
     Args:
         model: A built `keras.Model`. The result is unknown for a list of specs.
@@ -67,7 +67,7 @@ def _sent(call: RecordedAttention, shards: int, axes: MeshAxes, *, gathers: bool
 
     Args:
         call: The call.
-        shards: By how many devices the model axes shard the heads.
+        shards: The number of devices over which the model axes shard the heads.
         axes: The axes of the mesh.
         gathers: True if devices gather keys and values.
     """
@@ -101,11 +101,11 @@ def _gathered_parts(call: RecordedAttention, *, of_keys_only: bool) -> list[int]
         found = block_masks.of_full_sequences(by_block, parts, call.query.shape[0])
     left = [] if found is None else found[1]
     gathered = [each for each in left if each.shape[3] > 1 or (each.shape[2] > 1 and not of_keys_only)]
-    return [max(each.shape[2:]) * (each.dtype.size if each.dtype.size in (4, 8) else 4) for each in gathered]
+    return [max(each.shape[2:]) * contexts.gathered_dtype(each.dtype).size for each in gathered]
 
 
 def _shards_of_heads(query: tf.Tensor, graph: ModelGraph, planned: Sequence[VariableLayout], axes: MeshAxes) -> int:
-    """Return by how many devices the model axes shard the heads of queries."""
+    """Return the number of devices over which the model axes shard the heads of queries."""
     sizes = []
     for axis in axes.tensor:
         dims = variable_layout.sharded_dims(planned, axis) if axes[axis] > 1 else {}

@@ -415,7 +415,7 @@ def whole_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int:
 
 
 def coded_bytes(layout: VariableLayout, mesh_shape: Mapping[str, int]) -> int | None:
-    """Return the bytes of a variable, or of its buffer, that a device gets in codes; None if it is gathered exactly."""
+    """Return the bytes of the codes in which a variable, or its buffer, is gathered; None for an exact gather."""
     if layout.gather_dtype is None or layout.storage == layout.gathered:
         return None
     shares = math.prod(mesh_shape[axis] for axis in layout.storage if axis is not None)

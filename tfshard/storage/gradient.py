@@ -40,8 +40,8 @@ def with_pinned_gradient(
             reduces the gradient as usual.
         stored: The layout of `value`, if it is known.
         note_kind: Called with whether the gradient arrives as IndexedSlices.
-        codes: The dtype of codes in which `value` is gathered (`replicas.gather`). The gradient is the gradient by what
-            the codes stand for.
+        codes: The dtype of codes in which `value` is gathered (`replicas.gather`). The gradient is taken at the rounded
+            value.
     """
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:

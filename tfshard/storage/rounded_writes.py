@@ -1,10 +1,10 @@
-"""Keep rounded reads of a variable out of what a step writes to the same variable.
+"""Keep rounded reads of a variable out of the values that a step writes to the same variable.
 
-Gathers in codes round what a step reads (`gather_dtype`). The stored shards stay exact, because nothing writes a
-rounded value back: optimizers' updates read exactly, and so does a read behind a write in the same step. A step that
-assigns a variable itself, as `variable.assign(variable - step)` and Keras's `assign_sub` do, adds to the exact value
-instead, and `variable.assign(other)` copies the exact value of the other variable. Any other value that holds the
-roundings of a read of the variable is refused, also if a branch of a `tf.cond` computes it.
+Gathers in codes round the variables that a step reads (`gather_dtype`). The stored shards stay exact, because no step
+writes a rounded value back. Optimizers' updates read exactly, and so does a read behind a write in the same step. If a
+step itself assigns a sum or difference, such as `variable.assign(variable - step)`, `exact_value` adds to the exact
+value instead. For `variable.assign(other)`, it copies the exact value of the other variable. It refuses other values
+that hold the rounding errors of a read of the variable, also if a branch or a loop computes them.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from tfshard.storage import steps
 from tfshard.storage.graph_edits import ancestors
 from tfshard.storage.unshard_schedule import ON_THE_WAY
 
-# Operations whose result holds the roundings of their inputs: elementwise ones, products, and ones that move elements.
+# The results of these operations hold the rounding errors of their inputs.
 _KEEPS_ROUNDINGS = frozenset(
     "Abs Add AddN AddV2 Atanh BatchMatMulV2 ClipByValue ConcatV2 Cos DivNoNan Einsum Erf Exp Expm1 Inv Log Log1p "
     "MatMul Maximum Minimum Mul MulNoNan Neg Pack Pad PadV2 Pow Qr RealDiv Reciprocal Relu Relu6 ReverseV2 Roll "
@@ -37,8 +37,8 @@ def exact_value(variable: Any, value: tf.Tensor) -> tf.Tensor:
         value: A tensor of the step that is being traced.
 
     Raises:
-        StrategyError: The value is computed from a rounded read, and is no sum or difference of the variable and
-            something else.
+        StrategyError: The value is computed from a rounded read, but is not the sum or difference of the variable and
+            another tensor.
     """
     step = steps.current()
     if step is None or not steps.rounds_gathers():
@@ -46,7 +46,7 @@ def exact_value(variable: Any, value: tf.Tensor) -> tf.Tensor:
     source = _copied(value, step.reads)
     if source is not None:
         with steps.exact_reads():
-            # As it was at the read: the step may have written the other variable since.
+            # The step may have written the other variable behind the read.
             return variable.to_tensor(source.storage.value_before_writes(source.member))
     if variable.storage.format.codes is None:
         return value
@@ -58,7 +58,7 @@ def exact_value(variable: Any, value: tf.Tensor) -> tf.Tensor:
         first, second = operation.inputs
         if operation.type in _SUMS and _is_made_of(second, reads, ON_THE_WAY):
             first, second = second, first
-        # The second may hold the rounded value times a number, such as the gradient of a regularizer.
+        # `second` may hold a multiple of the rounded value, such as the gradient of a regularizer.
         if _is_made_of(first, reads, ON_THE_WAY) and not _is_made_of(second, reads, ON_THE_WAY):
             with steps.exact_reads():
                 read = variable.storage.value_before_writes(variable.member)
@@ -73,20 +73,24 @@ def exact_value(variable: Any, value: tf.Tensor) -> tf.Tensor:
 
 
 def _copied(value: tf.Tensor, reads: steps.ReadLog) -> tf.Variable | None:
-    """Return the variable of which a value is a rounded read, as it is; None if the value is anything else."""
-    source = reads.rounded(value)
-    while source is None and value.op.type in _COPIES:
-        value = value.op.inputs[0]
-        source = reads.rounded(value)
-    return source
+    """Return the variable if a value is an unchanged rounded read of it, else None."""
+    tensor: tf.Tensor | None = value
+    while tensor is not None:
+        source = reads.rounded(tensor)
+        if source is not None:
+            return source
+        if tensor.op.type == "Placeholder":
+            tensor = _private.captured(tensor)
+        else:
+            tensor = tensor.op.inputs[0] if tensor.op.type in _COPIES else None
+    return None
 
 
 def _is_made_of(value: tf.Tensor, reads: set[tf.Operation], through: frozenset[str]) -> bool:
-    """Return whether a tensor is computed from a gather in codes of one of the reads, through operations of these
-    types alone."""
-    left, seen = [value], set()
-    while left:
-        tensor = left.pop()
+    """Return whether a tensor is computed from a rounded read by operations of the types in `through` only."""
+    waiting, seen = [value], set()
+    while waiting:
+        tensor = waiting.pop()
         operation = tensor.op
         if _private.has_mark(operation, replicas.CODED):
             if not reads.isdisjoint(ancestors([tensor])):
@@ -105,5 +109,5 @@ def _is_made_of(value: tf.Tensor, reads: set[tf.Operation], through: frozenset[s
         for source in sources:
             if source is not None and source.ref() not in seen:
                 seen.add(source.ref())
-                left.append(source)
+                waiting.append(source)
     return False

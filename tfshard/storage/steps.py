@@ -316,7 +316,7 @@ class StepContext:
         blocks: Records blocks of a graph that belongs to no step: the graph of a plan.
         local: The variables of a block that is traced with the local shapes of a device; None outside of such blocks.
         skips_frozen: True if a step takes no gradient of a weight that Keras does not train.
-        reads_exactly: True if reads gather variables exactly, where the step otherwise gathers them in codes.
+        reads_exactly: True if reads gather variables exactly, also variables that the step otherwise gathers in codes.
     """
 
     step: Step | None = None
@@ -379,8 +379,8 @@ def here() -> tf.Graph | None:
 def rounds_gathers() -> bool:
     """Return whether reads gather variables in codes, where their layouts say so.
 
-    A traced step rounds what its forward and backward pass read. An optimizer reads exactly, in `update_step` and
-    elsewhere (Muon decays weights by itself): it writes the variable that it reads. Eager steps read exactly, too.
+    The forward and backward pass of a traced step gather in codes. Eager steps read exactly. Optimizers also read
+    exactly, in updates and outside of them (weight decay of Muon), because they write the variables that they read.
     """
     step, here_ = current(), context()
     if step is None or step.graph is None or not step.rounds_gathers or here_.reads_exactly:

@@ -450,9 +450,10 @@ class Storage:
         return cache[key][0]
 
     def codes(self, recorded: Recorded | None) -> str | None:
-        """Return the dtype of codes in which the current context gathers the buffer; None if exactly.
+        """Return the dtype of codes in which the current context gathers the buffer; None for an exact gather.
 
-        Keras's constraints and others read a buffer that the step has written in order to write it again.
+        A buffer that the step has written is gathered exactly. Keras's constraints, for example, read the buffer to
+        write it again.
         """
         is_written = recorded is not None and recorded.base is not None
         return None if is_written or not steps.rounds_gathers() else self.format.codes

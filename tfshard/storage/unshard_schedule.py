@@ -17,9 +17,9 @@ of a step once it is traced:
   and hold all gradients unsharded.
 
 A value that is cast to a smaller dtype after its gather, as under mixed precision, is cast before the gather instead.
-Values that are gathered in codes are not: the codes take fewer bytes.
+Gathers in codes keep their cast behind the gather, because codes take fewer bytes than the smaller dtype.
 
-No number changes: each copy of a gather has the same result.
+The results of a step do not change: each copy of a gather has the same result.
 """
 
 import collections
@@ -77,7 +77,7 @@ class StoredBuffer:
         itemsize: Bytes of an element.
         is_gathered: True if the buffer is stored sharded, and gathered for each use.
         keeps: True if the buffer stays gathered from its first use to its last.
-        is_coded: True if devices send the buffer in codes, and decode them behind the gather.
+        is_coded: True if devices send the buffer in codes, and decode the codes behind the gather.
     """
 
     key: Hashable
@@ -201,7 +201,7 @@ def arrange(
     with operations[0].graph.as_default(), tf.control_dependencies(None), _private.stop_recording():
         uses = list(values.uses(operations))
         coded = {each.key for each, _ in reads if each.is_coded}
-        # Rows of a coded table are cast once they are looked up: the gathered table is not.
+        # A step casts the rows that it looks up in a coded table. The gathered table keeps its dtype.
         wide = coded.intersection(key for use in uses if use.operation.type == "GatherV2" for key in use.numbers)
         narrow = {key: dtype for key, dtype in sent_dtypes(uses).items() if key not in wide}
         stored = {each.key: each.sent_as(narrow.get(each.key)) for each, _ in reads}
@@ -254,9 +254,9 @@ def arrange(
 def _encoded_once(
     reads: Sequence[tuple[StoredBuffer, tf.Tensor]],
 ) -> list[tuple[StoredBuffer, tf.Tensor]]:
-    """Return the reads with the codes of a buffer in place of the buffer, if all of its reads are gathered in codes.
+    """Return the reads, with the codes in place of each buffer that all reads gather in codes.
 
-    All unshards of the buffer then send the same codes, which the step keeps: they are a quarter of the shards.
+    A step then encodes such a buffer once, and keeps the codes, a quarter of the shards, for all of its unshards.
     """
     codes = [_codes_of(tensor) if each.is_coded else None for each, tensor in reads]
     exact = {each.key for (each, _), words in zip(reads, codes, strict=True) if words is None}
@@ -267,16 +267,16 @@ def _encoded_once(
 
 
 def _codes_of(stored: tf.Tensor) -> tf.Tensor | None:
-    """Return the codes in which a stored value is gathered; None if it is gathered as it is."""
-    left, seen = [stored], {stored.ref()}
-    while left:
-        for user in left.pop().consumers():
+    """Return the tensor of codes that a gather of a stored value sends; None if the gather sends the value itself."""
+    waiting, seen = [stored], {stored.ref()}
+    while waiting:
+        for user in waiting.pop().consumers():
             if user.type == replicas.GATHER:
                 return user.inputs[0] if _private.has_mark(user, replicas.CODED) else None
             if user.type == "Relayout" or _private.has_mark(user, replicas.CODED):
                 outputs = [each for each in user.outputs if each.ref() not in seen]
                 seen.update(each.ref() for each in outputs)
-                left += outputs
+                waiting += outputs
     return None
 
 

@@ -229,7 +229,8 @@ class ShardedVariable(VariableSurface):
                     copy = tf.identity(gathered)
                 (gathered,) = _private.with_gradient(lambda _: ([copy], lambda upstream: [upstream]), [source])
             if self.storage.format.codes is None or steps.rounds_gathers() or self.storage.recorded() is not None:
-                # An exact read of a variable that the step gathers in codes is none of its forward pass.
+                # Other reads are exact reads of a variable that the step gathers in codes. They serve assignments, not
+                # the forward pass.
                 self._note_read(gathered if source is None else source)
             if self._trainable:
                 _private.record_variable_access(self)
@@ -320,7 +321,7 @@ class ShardedVariable(VariableSurface):
 
         A microbatch with a reduction that waits for the last microbatch keeps the local gradient. With replicas, or
         with a reduction in the layout, the step reduces gradients by a custom function. Returns None if DTensor reduces
-        the gradient, and for a variable of a kind, whose gradient is not reduced.
+        the gradient, or if the variable is of a kind: no device reduces its gradient.
         """
         step = steps.current()
         if step is None or not self._trainable or self.layout.kind is not None:

@@ -474,7 +474,7 @@ def attached(model: keras.Model, strategy: StrategyBase) -> AttachedModel:
 
 
 def check_can_compile_blocks(strategy: StrategyBase) -> None:
-    """Raise `StrategyError` on a mesh with a context axis."""
+    """Raise `StrategyError` if the mesh has a context axis, on which XLA cannot compile blocks."""
     if strategy.mesh_shape.contexts > 1:
         raise StrategyError(
             "jit_compile=True does not work on a mesh with a context axis: an XLA program of one device cannot "

@@ -385,7 +385,7 @@ class StepFunctions:
 
 
 def _check_splits_sequences(model: keras.Model, strategy: ShardedStrategy, batch: Any) -> None:
-    """Check a model on the inputs of a batch, if its inputs were not known before."""
+    """Check that a model works on chunks of sequences, if its inputs were not known before this batch."""
     if strategy.mesh_shape.contexts > 1 and isinstance(batch, tuple):
         specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)), batch[0])
         attached(model, strategy).check_splits_sequences(specs)
@@ -409,7 +409,7 @@ def _positions(leaf: Any) -> int:
 
 
 def _concatenated(axes: MeshAxes, *parts: Any) -> Any:
-    """Concatenate the results of several batches on the host."""
+    """Concatenate the results of several batches on the host. Rows of chunks become sequences again."""
     if not tf.is_tensor(parts[0]):
         return parts[-1]
     on_host = [transfer.to_host(part) for part in parts]

@@ -94,9 +94,9 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             can also give a dtype for each pattern of variables' full paths; the first match decides:
             `{".*embeddings": "float32", ".*": "int8"}`. Measured: benchmarks/LOG.md, "Memory".
         gather_dtype: The dtype in which compiled steps of stage 3 gather parameters, for slow links: `"int8"` or
-            `"float8_e4m3fn"`, about a quarter of float32's bytes. Blocks of 256 elements of one device share a scale
-            (Wang et al. 2023, "ZeRO++"). The stored shards stay exact, so that errors do not add up; forward and
-            backward pass see the rounded values. Vectors and variables of fewer than 4096 elements are gathered
+            `"float8_e4m3fn"`, about a quarter of float32's bytes. Blocks of 256 elements of a local shard share a scale
+            (Wang et al. 2023, "ZeRO++"). Forward and backward pass use the rounded values. The stored shards stay
+            exact, so rounding errors do not add up. Vectors and variables of fewer than 4096 elements are gathered
             exactly. You can also give a dtype, or `"float32"` for exact gathers, for each pattern of variables' full
             paths; the first match decides. By default all gathers are exact (docs/compression.md).
         microbatches: The number of microbatches of a training step. A step takes them one after the other, holds the
@@ -117,15 +117,17 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         tables: The embedding tables that are sharded by rows at every stage. A step reads and updates only the rows it
             looks up, and never gathers a table. A `tfshard.EmbeddingTables`, or patterns of the tables' paths for
             updates as in Keras (docs/tables.md).
-        experts: True: the batch axis shards the experts of mixtures of experts at every stage, and tokens go to the
-            devices of their experts (docs/experts.md). For `tfshard.layers.MixtureOfExperts` and KerasHub's Mixtral,
-            Qwen MoE and GPT-OSS models. Regular expressions of the paths of the experts' variables choose some of them.
+        experts: True to shard the experts of mixtures of experts over the batch axis at every stage. Tokens go to the
+            devices of their experts (docs/experts.md). Works for `tfshard.layers.MixtureOfExperts` and for KerasHub's
+            Mixtral, Qwen MoE, Qwen3 MoE, Qwen3.5 MoE and GPT-OSS models. Regular expressions of the paths of the
+            experts' variables choose some of the mixtures.
         attention: How attention of Keras and KerasHub is computed in compiled steps. `"flash"`: in blocks of queries
             and keys with an online softmax, in memory that is linear in the sequence (Dao 2023, "FlashAttention-2").
             `"math"`: with a score for each pair of a query and a key, as in Keras. `"auto"`: in blocks from 1,024
             queries by 1,024 keys. What is not computed in blocks is in docs/attention.md.
-        context_attention: How devices of a context axis compute attention. `"ulysses"`: they exchange heads for
-            positions; the axis must divide the heads. `"gather"`: they gather keys and values, of any number of heads.
+        context_attention: How devices of a context axis compute attention (docs/context_parallel.md). `"ulysses"`: they
+            exchange heads for positions, and the axis must divide the heads. `"gather"`: they gather keys and values,
+            with any number of heads.
         chunked_cross_entropy: The tokens of a chunk in which each device computes the cross entropy of the model's last
             projection and its gradient, from hidden states and kernel. No device then holds all its logits. `"auto"`
             takes chunks only where a device's logits are large (docs/stages.md); `strategy.report` says what it chose.
@@ -135,8 +137,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
         MeshError: `mesh` is not a DTensor mesh.
         LayoutError: `layout_map` is of another type or names an axis that the mesh does not have.
         StrategyError: An unknown stage, slot dtype, gather dtype, compression or attention; `gather_dtype` below stage
-            3, or with a pipeline axis; `offload` on TPUs, or if no slot is
-            sharded; `compression` on a mesh with a model axis.
+            3, or with a pipeline axis; `offload` on TPUs, or if no slot is sharded; `compression` on a mesh with a
+            model axis; a setting that does not work with a context axis.
 
     The batch is global: `batch_size` in `fit` is the number of samples of one step over all devices, the loss is
     the mean over that batch, and `num_replicas_in_sync` is 1.
@@ -221,8 +223,8 @@ class ShardedStrategy(StrategyBase, tf.distribute.Strategy):  # type: ignore[mis
             )
         if self.pipeline_axes.pipeline is not None and config.precision.gather_dtypes.rounds:
             raise StrategyError(
-                "gather_dtype does not work with a pipeline axis: stages pass each other the values of weights that "
-                "they share, and the roundings of both would add up. Leave one of them out. Received: "
+                "gather_dtype does not work with a pipeline axis: stages send each other the values of weights that "
+                "they share, and the rounding errors of both would add up. Leave one of them out. Received: "
                 f"gather_dtype={dict(config.precision.gather_dtypes.rules)}, mesh={self.pipeline_axes}"
             )
         *others, mesh = rank_meshes(mesh)

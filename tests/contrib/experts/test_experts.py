@@ -31,7 +31,7 @@ def model(*, masked=False, dtype=None, **options):
 
 
 def batches(*rows):
-    """Return batches of samples with six tokens. In every other sample the last two are zeros."""
+    """Return batches of samples with six tokens. The last two tokens of every other sample are zeros."""
     found = [(RANDOM.normal(size=(n, 6, WIDTH)), RANDOM.normal(size=(n, 1))) for n in rows or (8, 8)]
     for x, _ in found:
         x[::2, 4:] = 0
@@ -44,7 +44,7 @@ def adam(**options):
 
 
 def trained(strategy, data, optimizer=None, **options):
-    """Train the model with a batch after the other; without a strategy in plain Keras."""
+    """Train the model for one step on each batch, with a strategy or in plain Keras."""
     training = {"optimizer": optimizer or adam(), "loss": "mse", "steps": len(data)}
     return parity.train(lambda: model(**options), data, strategy=strategy, **training)
 
@@ -60,7 +60,7 @@ def experts_of(made):
 
 
 def assert_are_shared(made, devices=4):
-    """Premise: each device stores as many experts, and their slots."""
+    """Check the premise that every device stores equally many experts, and their slots."""
     for variable in experts_of(made):
         for each in (variable.value, *variable.value.slots.values()):
             shapes = [piece.shape for _, piece in each.storage.local_tensors()]
@@ -96,7 +96,7 @@ CASES = {
 @pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "on every device"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_kind_of_layer_matches_one_device(case, is_shared):
-    """Without `experts=`, every device has all experts, and computes its own tokens."""
+    """Without `experts=`, every device computes all experts for its local tokens."""
     data = batches()
     reference = trained(None, data, **CASES[case])
     run = trained(strategy(experts=is_shared, zero_stage=3 if is_shared else 1), data, **CASES[case])
@@ -156,7 +156,7 @@ def test_the_router_is_float32_under_mixed_precision():
     assert products == [tf.float32, *[tf.bfloat16] * 2 * EXPERTS]
 
 
-def test_losses_are_those_of_all_tokens():
+def test_router_losses_are_means_over_all_tokens():
     layer = tfshard.layers.MixtureOfExperts(EXPERTS, 4, load_balancing=0.5, router_z=0.25)
     x = RANDOM.normal(size=(2, 6, WIDTH)).astype("float32")
     layer(x, training=True)
@@ -218,8 +218,8 @@ def test_a_checkpoint_of_shared_experts_fits_other_meshes_and_strategies(tmp_pat
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("what", ["recomputed", "compiled", "on every device, compiled"])
-def test_a_block_with_experts(what):
-    """XLA compiles no experts, and their tokens stay in memory."""
+def test_recomputed_and_uncompiled_blocks_with_experts_match_one_device(what):
+    """XLA compiles no block with experts. Recomputation keeps the results of experts."""
 
     def build(optimizer, **options):
         keras.utils.set_random_seed(0)

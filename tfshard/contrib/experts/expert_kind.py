@@ -16,11 +16,15 @@ from tfshard.layouts.variable_kind import VariableKind
 from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.planning.variable_traffic import Collective
 
-# The variables of experts in the layers that tfshard knows.
+# The variables of experts in the layers that tfshard knows (`_LAYERS`).
 KNOWN = (
     r"(.*/)?expert_(up|gate|down)_(kernel|bias)",
     r"(.*/)?experts/expert_feedforward_(gate|intermediate|output)_dense",
     r"(.*/)?experts/(gate_up|down)_proj(_bias)?",
+)
+_LAYERS = (
+    "tfshard.layers.MixtureOfExperts, and the experts of KerasHub's Mixtral, Qwen MoE, Qwen3 MoE, Qwen3.5 MoE and "
+    "GPT-OSS models"
 )
 
 
@@ -70,9 +74,8 @@ class ExpertKind(VariableKind):
         if self.patterns == KNOWN:
             if not any(self.matches_path(path) for path in paths):
                 raise StrategyError(
-                    "experts=True finds no mixture of experts in the model. tfshard knows "
-                    "tfshard.layers.MixtureOfExperts, and the experts of KerasHub's Mixtral, Qwen MoE and GPT-OSS "
-                    f"models. Leave out experts=True. First variable paths: {sorted(paths)[:12]}"
+                    f"experts=True finds no mixture of experts in the model. tfshard knows {_LAYERS}. Leave out "
+                    f"experts=True. First variable paths: {sorted(paths)[:12]}"
                 )
             return
         unmatched = [each for each in self.patterns if not any(re.fullmatch(each, path) for path in paths)]
@@ -87,10 +90,8 @@ class ExpertKind(VariableKind):
     ) -> None:
         if spec.layer is not None and not parallel_experts.is_known(spec.layer):
             raise StrategyError(
-                "A variable of experts= must belong to a layer that sends tokens to experts: "
-                "tfshard.layers.MixtureOfExperts, or the experts of KerasHub's Mixtral, Qwen MoE and GPT-OSS models. "
-                f"Correct the patterns. Received: '{spec.path}' of layer '{spec.layer.name}' (of type "
-                f"{type(spec.layer).__name__})"
+                f"A variable of experts= must belong to a layer that sends tokens to experts: {_LAYERS}. Correct the "
+                f"patterns. Received: '{spec.path}' of layer '{spec.layer.name}' (of type {type(spec.layer).__name__})"
             )
         if axes.data is None:
             raise StrategyError(
@@ -106,9 +107,9 @@ class ExpertKind(VariableKind):
         count = spec.shape[0] if spec.shape else 0
         if not count or count % axes.data_size:
             raise StrategyError(
-                "The batch axis must divide the number of experts, because each device stores as many experts. Choose "
-                f"another number of experts or a smaller batch axis, or leave out experts=. Received: {count} experts "
-                f"in '{spec.path}' of shape={spec.shape}, mesh={axes.given}"
+                "The batch axis must divide the number of experts, because every device stores equally many experts. "
+                "Choose another number of experts or a smaller batch axis, or leave out experts=. "
+                f"Received: {count} experts in '{spec.path}' of shape={spec.shape}, mesh={axes.given}"
             )
         if rule is not None and any(rule[1]):
             raise StrategyError(
@@ -121,7 +122,7 @@ class ExpertKind(VariableKind):
         """Do nothing: `hub_experts.install` patches the layers."""
 
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:
-        """Accept every optimizer: it updates the local experts like variables that a model axis shards."""
+        """Accept every optimizer: optimizers update local experts like variables that a model axis shards."""
 
     def collectives(
         self,
@@ -136,4 +137,4 @@ class ExpertKind(VariableKind):
         return expert_traffic.collectives(model, planned, mesh_shape, inputs=inputs)
 
     def check_verifiable(self) -> None:
-        """Accept: a step has the numbers of one device."""
+        """Accept: the results of a step match one device."""

@@ -16,6 +16,8 @@ from tfshard.layouts.variable_layout import VariableLayout
 from tfshard.planning.variable_traffic import Collective
 
 _COUNT_BYTES, _LOSS_BYTES = 8, 4
+_COUNTS = "8 bytes x devices x experts x top_k"
+_LISTS = "bytes(token) x devices x top_k x tokens of a device, at most"
 
 
 def collectives(
@@ -27,9 +29,9 @@ def collectives(
 ) -> list[Collective]:
     """Predict the collectives of experts in a training step.
 
-    A device sends every other device a list of tokens. The bytes assume the longest possible list: all tokens of a
-    device go to one device. A step sends its actual longest list, about a fraction `1 / devices` of the bytes if the
-    router spreads tokens evenly.
+    A device sends a list of tokens to each device. All lists have the length of the longest one. The bytes assume that
+    all tokens of a device go to one device. If the router spreads tokens evenly, a step sends about `1 / devices` of
+    these bytes.
 
     Args:
         model: A built model. For a list of specs, only the number of collectives is known.
@@ -43,7 +45,8 @@ def collectives(
     paths = {layout.spec.path for layout in planned}
     if not isinstance(model, keras.Model):
         owners = dict.fromkeys(path.rpartition("/")[0] for path in sorted(paths))
-        return [each for owner in owners for each in _unknown(owner, axes.data)]
+        sent = (("all-gather", 1, None, _COUNTS), ("all-to-all", 4, None, _LISTS))
+        return [_collective(owner, axes.data, *each) for owner in owners for each in sent]
     try:
         graph = None if inputs is None else trace(model, inputs)
     except LayoutError:
@@ -57,7 +60,6 @@ def collectives(
 
 def _of_mixture(mixture: Mixture, graph: ModelGraph | None, axes: MeshAxes) -> list[Collective]:
     assert axes.data is not None
-    name = mixture.name
     experts, devices = mixture.variables[0].shape[0], axes.data_size
     sent = []
     # A layer that the model calls several times sends its tokens at each call.
@@ -69,53 +71,32 @@ def _of_mixture(mixture: Mixture, graph: ModelGraph | None, axes: MeshAxes) -> l
             most = items if capacity is None else min(items, capacity * experts // devices)
             lists = devices * most * mixture.width * variable_layout.itemsize(mixture.dtype)
         sent += [
-            (
-                "all-gather",
-                1,
-                devices * experts * mixture.choices * _COUNT_BYTES,
-                "8 bytes x devices x experts x top_k",
-            ),
-            ("all-to-all", 4, lists, "bytes(token) x devices x top_k x tokens of a device, at most"),
+            ("all-gather", 1, devices * experts * mixture.choices * _COUNT_BYTES, _COUNTS),
+            ("all-to-all", 4, lists, _LISTS),
         ]
         if mixture.sums:
             sent.append(("all-reduce", mixture.sums, mixture.choices * experts * _LOSS_BYTES, "sums of router losses"))
-    return [
-        Collective(
-            kind=kind,
-            what=name,
-            axis=axes.data,
-            count=count,
-            bytes=bytes_,
-            formula=formula,
-            # DTensor merges sums, and leaves out what no gradient needs.
-            merges=kind != "all-gather",
-            at_most=kind != "all-gather",
-        )
-        for kind, count, bytes_, formula in sent
-    ]
+    return [_collective(mixture.name, axes.data, *each) for each in sent]
 
 
-def _unknown(owner: str, axis: str) -> list[Collective]:
-    """Return the collectives of a mixture of which only the variables are known."""
-    return [
-        Collective(
-            kind="all-gather", what=owner, axis=axis, count=1, bytes=None, formula="8 bytes x devices x experts x top_k"
-        ),
-        Collective(
-            kind="all-to-all",
-            what=owner,
-            axis=axis,
-            count=4,
-            bytes=None,
-            formula="bytes(token) x devices x top_k x tokens of a device, at most",
-            merges=True,
-            at_most=True,
-        ),
-    ]
+def _collective(name: str, axis: str, kind: str, count: int, bytes_: int | None, formula: str) -> Collective:
+    """Return a collective of a mixture of experts."""
+    is_exact = kind == "all-gather"
+    return Collective(
+        kind=kind,
+        what=name,
+        axis=axis,
+        count=count,
+        bytes=bytes_,
+        formula=formula,
+        # DTensor merges sums, and leaves out collectives that no gradient needs.
+        merges=not is_exact,
+        at_most=not is_exact,
+    )
 
 
 def _tokens(graph: ModelGraph, path: str) -> list[int]:
-    """Return the number of tokens of each product with a variable."""
+    """Return the number of tokens of each product with the variable at `path`: one for each call of the layer."""
     names = [name for name, spec in graph.variables.items() if spec.path == path]
     found = []
     while names:

@@ -1,10 +1,10 @@
 """The experts of KerasHub's models: Mixtral, Qwen MoE, Qwen3 MoE, Qwen3.5 MoE and GPT-OSS.
 
 A block of these models calls a bank of experts, which computes all experts for all tokens, `(experts, tokens, width)`.
-The block multiplies the results by the weights `(experts, tokens, 1)` of its router, most of which are zero, and sums
-over the experts. A patch on the bank returns `RoutedResults` in place of the results. Their product with the weights is
-the sum `(1, tokens, width)`, for which tokens go to the experts with the largest weights. The rest of the block, with
-the router and the losses, is KerasHub's. Each expert is the bank's own function, called with the weights of one expert.
+The block multiplies the results by the weights `(experts, tokens, 1)` of its router, and sums over the experts. Most
+weights are zero. A patch makes the bank return `RoutedResults` in place of the results. Their product with the weights
+sends each token to the experts with the largest weights, and gives the sum `(1, tokens, width)`. The router and the
+losses stay KerasHub's. To compute one expert, tfshard calls the bank with the weights of this expert only.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class RoutedResults:
 
     Attributes:
         bank: The layer with the experts.
-        call: The layer's own function.
+        call: The layer's unpatched `call`.
         tokens: `(tokens, width)`.
         choices: The number of experts of a token.
     """
@@ -97,7 +97,7 @@ def _expert_of(
 def _gpt_oss_expert(bank: keras.Layer, tokens: tf.Tensor, weights: Mapping[str, tf.Tensor]) -> tf.Tensor:
     """Return the result of one GPT-OSS expert.
 
-    As `GptOssExperts.call`, but for gradients: those of clips and of slices of tokens depend on the number of tokens.
+    The result is that of `GptOssExperts.call`, whose clips and slices have gradients that use the number of tokens.
     """
     kernel, bias = weights["gate_up_proj"], weights["gate_up_proj_bias"]
     gate = tf.nn.bias_add(tf.matmul(tokens, kernel[:, ::2]), bias[::2])
@@ -130,7 +130,7 @@ def _one_expert(
     tokens: tf.Tensor,
     weights: list[tf.Tensor],
 ) -> tf.Tensor:
-    """Call a bank with one expert. Returns `(tokens, new width)`."""
+    """Call a bank with the weights of one expert. Returns `(tokens, new width)`."""
     with keras.StatelessScope() as scope:
         for variable, each in zip(variables, weights, strict=True):
             scope.add_update((variable, tf.expand_dims(each, 0)))
@@ -138,6 +138,8 @@ def _one_expert(
 
 
 def _replacement(bank: keras.Layer, choices: int, call: layer_patch.Method) -> layer_patch.Method:
+    """Return the patched `call` of a bank."""
+
     def routed(hidden_states: tf.Tensor) -> Any:
         step = steps.current()
         if step is None or steps.is_local_trace():
@@ -175,7 +177,7 @@ def _mixture_of(block: keras.Layer) -> parallel_experts.Mixture | None:
         choices=block.top_k,
         width=bank.variables[0].shape[1],
         dtype=bank.compute_dtype,
-        # The shares and mean probabilities of experts, and two numbers of tokens.
+        # The sums for the shares of experts and for their mean probabilities, and the number of tokens for each.
         sums=4 * has_loss,
     )
 

@@ -24,8 +24,8 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
     expert is down_e(activation(gate_e(x)) * up_e(x)), as in Mixtral. An expert computes its own tokens only.
 
     A capacity bounds the work of an expert: it takes at most ceil(capacity_factor * tokens * top_k / num_experts)
-    tokens of the batch, first choices of all tokens before second choices (GShard, Lepikhin et al. 2020). A token that
-    finds no place gets nothing from this expert. Without a capacity no token is dropped.
+    tokens of the batch, first choices of all tokens before second choices (GShard, Lepikhin et al. 2020). The expert
+    adds nothing to the outputs of other tokens. Without a capacity no token is dropped.
 
     In training, the layer adds two losses over all tokens of the batch. The load-balancing loss is
     load_balancing * num_experts * sum_e(f_e * P_e) (Switch Transformer, Fedus et al. 2021): f_e is the share of the
@@ -33,8 +33,8 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
     logsumexp(logits) (ST-MoE, Zoph et al. 2022).
 
     Under a `tfshard.ShardedStrategy`, each device routes its own tokens. With `experts=True` the batch axis shards the
-    experts, and tokens go to the devices of their experts by an all-to-all (docs/experts.md). The numbers are those of
-    plain Keras on one device.
+    experts, and tokens go to the devices of their experts by an all-to-all (docs/experts.md). Results match plain Keras
+    on one device.
 
     Args:
         num_experts: The number of experts, a positive integer.
@@ -43,11 +43,12 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
         activation: The activation function of the hidden layer.
         gated: True to multiply the activation of one projection with another projection.
         use_bias: True to add biases to the projections of experts.
-        capacity_factor: A positive number, 1 for room for all tokens if they are spread evenly. None drops no token.
+        capacity_factor: A positive number. With 1, experts take all tokens if the router spreads them evenly. None
+            drops no token.
         normalize_weights: True to make the weights of a token's experts sum to 1.
         load_balancing: The weight of the load-balancing loss; 0 adds none.
         router_z: The weight of the z-loss; 0 adds none.
-        kernel_initializer: Initializer of the kernel of one expert, `(in, out)`. Each expert draws other values.
+        kernel_initializer: Initializer of the kernel `(in, out)` of one expert. Each expert gets different values.
         bias_initializer: Initializer of the biases.
         router_initializer: Initializer of the router's kernel.
         **kwargs: `name`, `dtype` and other arguments of `keras.layers.Layer`.
@@ -55,9 +56,8 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
     Input shape: `(batch, ..., features)`. Output shape: the same. With a mask `(batch, ...)`, tokens where the mask is
     False go to no expert, give zeros, and do not count in the losses.
 
-    The variables are `router_kernel`, always float32, and `expert_weights`, each with the number of the expert as its
-    first dim: kernels `(experts, in, out)` and biases `(experts, out)` of the projections up, gate (with `gated=True`)
-    and down.
+    The variables are `router_kernel`, always float32, and `expert_weights`: kernels `(experts, in, out)` and biases
+    `(experts, out)` of the projections gate (with `gated=True`), up and down.
 
     Raises:
         ShardingError: An argument is outside of its range, or the number of features is not known.
@@ -117,7 +117,7 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
         self.router_initializer = keras.initializers.get(router_initializer)
         self.input_spec = keras.layers.InputSpec(min_ndim=2)
         self.supports_masking = True
-        # Experts have as many rows as tokens choose them, and XLA needs sizes that it knows.
+        # XLA needs static sizes, but only the running step knows how many tokens choose an expert.
         self.supports_jit = False
 
     def build(self, input_shape: Sequence[int | None]) -> None:
@@ -160,7 +160,7 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
         logits = ops.matmul(ops.cast(tokens, "float32"), self.router_kernel)
         probabilities = ops.softmax(logits, axis=-1)
         ids = ops.top_k(probabilities, k=self.top_k)[1]
-        # The values of top_k, whose gradient would take a scatter.
+        # The values of top_k by a product, because the gradient of top_k takes a scatter.
         chosen = ops.one_hot(ids, self.num_experts, dtype="float32")
         weights = ops.sum(chosen * ops.expand_dims(probabilities, 1), axis=-1)
         if self.normalize_weights:
@@ -204,6 +204,7 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
         return projected(self.activation(projected(rows)))
 
     def _add_losses(self, logits: Any, probabilities: Any, chosen: Any, counted: Any) -> None:
+        """Add the losses of the router. `counted` is `(tokens, 1)`, 0 for masked tokens; None without a mask."""
         weight = 1.0 if counted is None else counted / ops.maximum(ops.mean(counted), 1e-9)
         if self.load_balancing:
             shares = ops.mean(chosen * weight, axis=0) * ops.mean(probabilities * weight, axis=0)
@@ -240,7 +241,7 @@ class _ForEachExpert(keras.initializers.Initializer):  # type: ignore[misc]
 
     Args:
         initializer: The initializer of one kernel.
-        first: Added to the seeds, so that the kernels of a layer differ.
+        first: A number to add to the seed. The kernels of a layer have different numbers.
     """
 
     def __init__(self, initializer: keras.initializers.Initializer, first: int):
@@ -285,7 +286,8 @@ def _mixture_of(layer: keras.Layer) -> parallel_experts.Mixture | None:
         width=layer.router_kernel.shape[0],
         dtype=layer.compute_dtype,
         capacity_factor=layer.capacity_factor,
-        # The numbers of tokens, the shares and mean probabilities of experts, and the mean of squares.
+        # With load balancing: the number of tokens, and the sums for shares and mean probabilities of experts. With the
+        # z-loss: the number of tokens, and the sum of squares.
         sums=3 * bool(layer.load_balancing) + 2 * bool(layer.router_z),
     )
 

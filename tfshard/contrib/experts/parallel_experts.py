@@ -1,7 +1,6 @@
-"""Experts that compute the tokens of all devices: on one device, on devices that have all experts, and on devices that
-share them.
+"""The computation of experts: on one device, on devices that all have all experts, and on devices that share experts.
 
-`routed` is what a mixture of experts calls. In a compiled step, each device routes its local tokens in parted layouts
+A layer with experts calls `routed`. In a compiled step, each device routes its local tokens in parted layouts
 (devices/local_shards.py). If the batch axis shards the experts, devices exchange tokens (routes.py).
 """
 
@@ -25,9 +24,9 @@ from tfshard.operations import rows
 from tfshard.storage import recomputing, steps
 from tfshard.storage.variables import ShardedVariable
 
-# Stands for the number of rows of an expert while its operations are added to a step. Only the step knows the number,
-# and DTensor refuses the reshapes that TensorFlow's gradients of broadcasts do for unknown sizes. Only Python sees this
-# number: TensorFlow and DTensor infer shapes from operations. A prime, so that `check` finds operations that use it.
+# Stands for the number of an expert's rows while a step is traced. Only the running step knows the number, but for
+# unknown sizes TensorFlow's gradients of broadcasts make reshapes that DTensor refuses. Only Python sees this number:
+# TensorFlow and DTensor infer shapes from operations. A prime, so that `check` finds operations that use the number.
 _STAND_IN = 1_000_003
 
 # Maps the rows of one expert, `(rows, width)`, and the expert's weights, to results `(rows, new width)`.
@@ -41,12 +40,13 @@ class Mixture:
     Attributes:
         name: The path of the layer with the experts.
         variables: The variables of the experts.
-        multiplied: The variable that multiplies all tokens before they go to experts, or the first variable of experts.
+        multiplied: A variable that multiplies all tokens, from which plans count the tokens: the router's kernel, or
+            the first variable of the experts.
         choices: The number of experts of a token.
         width: The number of features of a token.
         dtype: The dtype of tokens.
         capacity_factor: As for `routed`.
-        sums: How many sums over all tokens the losses of the router take in training.
+        sums: The number of sums over all tokens in the router's losses.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Mixture:
     sums: int = 0
 
 
-# The layers with experts that the option `experts=` may shard, and the mixture of a layer, if it has one. The modules
-# of these layers append to both.
+# Extension points of the modules with layers of experts: tests for layers that the option `experts=` may shard, and
+# functions that return the mixture of a layer.
 known_layers: list[Callable[[keras.Layer], bool]] = []
 finders: list[Callable[[keras.Layer], Mixture | None]] = []
 
@@ -97,20 +97,20 @@ def routed(
 
     Args:
         tokens: `(tokens, width)`.
-        ids: `(tokens, choices)`, integers: the experts of each token. `experts` is no expert.
+        ids: `(tokens, choices)`, integers: the experts of each token. The id `experts` stands for no expert.
         weights: `(tokens, choices)`: the weights of the results.
         variables: `(experts, ...)`: the weights of the experts.
         expert: The function of an expert.
         experts: The number of experts.
         capacity_factor: An expert takes `capacity_factor * tokens * choices / experts` items, rounded up, of the whole
-            batch. The others are dropped: their results are zero. None: no item is dropped.
+            batch. Others are dropped: their results are zero. None drops no item.
         name: The name of the layer, for messages.
 
     Returns:
         `(tokens, new width)`.
 
     Raises:
-        StrategyError: The step calls the layer in a loop, a branch or a function, and devices communicate for it.
+        StrategyError: The step calls the layer in a loop, a branch or a function, and devices would communicate there.
         UnsupportedOperationError: The step is eager, or the number of tokens is unknown.
     """
     ids = tf.cast(ids, tf.int64)
@@ -118,8 +118,8 @@ def routed(
     step = steps.current()
     if step is None or steps.is_local_trace():
         capacity = _capacity(capacity_factor, tokens, ids, experts)
-        found = routes.Routes(ids, experts=experts, capacity=capacity, mesh=None)
-        return _computed(found, tokens, weights, values, expert, OneDevice())
+        route = routes.Routes(ids, experts=experts, capacity=capacity, mesh=None)
+        return _computed(route, tokens, weights, values, expert, ExpertsOnOneDevice())
     _check(step, are_shared(variables) or capacity_factor is not None, name)
     count = tokens.shape[0]
     if count is None:
@@ -132,11 +132,12 @@ def routed(
     is_shared = are_shared(variables) and devices > 1
     capacity = _capacity(capacity_factor, tokens, ids, experts)
     with tf.name_scope(recomputing.STAYS):
-        on = (SharedExperts if is_shared else AllExperts)(mesh, count, by_sample=_is_by_sample(tokens, devices))
-        kind = routes.ExchangedRoutes if is_shared else routes.Routes
+        by_sample = _is_by_sample(tokens, devices)
+        placed = (SharedExperts if is_shared else AllExperts)(mesh, count, by_sample=by_sample)
+        routes_class = routes.ExchangedRoutes if is_shared else routes.Routes
         with _private.stop_recording(), local_shards.scope():
-            found = kind(on.to_local(ids, filler=experts), experts=experts, capacity=capacity, mesh=mesh)
-        return _computed(found, tokens, weights, values, expert, on)
+            route = routes_class(placed.to_local(ids, filler=experts), experts=experts, capacity=capacity, mesh=mesh)
+        return _computed(route, tokens, weights, values, expert, placed)
 
 
 def _check(step: steps.Step, communicates: bool, name: str) -> None:
@@ -177,7 +178,7 @@ def _capacity(factor: float | None, tokens: tf.Tensor, ids: tf.Tensor, experts: 
 
 
 def _is_by_sample(tensor: tf.Tensor, devices: int) -> bool:
-    """Return whether the batch axis divides the samples of which a tensor of tokens was made."""
+    """Return whether the batch axis divides the number of samples that a layer reshaped into these tokens."""
     operation = tensor.op
     while operation.type in ("Cast", "Identity"):
         operation = operation.inputs[0].op
@@ -185,8 +186,8 @@ def _is_by_sample(tensor: tf.Tensor, devices: int) -> bool:
     return devices > 1 and bool(source.shape.rank) and source.shape[0] is not None and source.shape[0] % devices == 0
 
 
-class OneDevice:
-    """The computation on one device. On a mesh, its subclasses work with global tensors and local rows."""
+class ExpertsOnOneDevice:
+    """Computes all experts on one device. Subclasses convert between global tensors and local rows on a mesh."""
 
     def to_local(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the local rows of a tensor of tokens."""
@@ -196,8 +197,8 @@ class OneDevice:
         """Return the tensor of tokens that has these local rows."""
         return tensor
 
-    def counted(self, rows: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the rows of each local expert, in the form in which the experts compute them."""
+    def with_static_rows(self, rows: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Set a static number of rows, if DTensor needs one, and return the rows of each local expert."""
         return rows
 
     def check(self, made: Any, given: Any) -> None:
@@ -213,13 +214,13 @@ class OneDevice:
         return tf.stack(of_experts)
 
 
-class AllExperts(OneDevice):
-    """Devices have different tokens, and all experts. All local tensors are in parted layouts.
+class AllExperts(ExpertsOnOneDevice):
+    """Every device computes all experts for its local tokens. All local tensors are in parted layouts.
 
     Args:
         mesh: The mesh.
         count: The number of tokens.
-        by_sample: True if the batch axis shards the samples of which the tokens were made.
+        by_sample: True if the batch axis shards the tokens by samples.
     """
 
     def __init__(self, mesh: dtensor.Mesh, count: int, *, by_sample: bool):
@@ -228,7 +229,7 @@ class AllExperts(OneDevice):
         self._padding = -count % self._devices
 
     def to_local(self, tensor: tf.Tensor, filler: int = 0) -> tf.Tensor:
-        """Return the local rows. `filler` fills tensors up if the batch axis does not divide the tokens."""
+        """Return the local rows. Rows of `filler` pad the tensor if the batch axis does not divide the tokens."""
         if self._padding or not self._by_sample:
             tensor = transfer.replicate(tensor, self._mesh)
         if self._devices == 1:
@@ -245,11 +246,11 @@ class AllExperts(OneDevice):
         return joined
 
     def _joined(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the tensor that the batch axis shards, from rows of each device."""
+        """Return the global tensor of the local rows, sharded over the batch axis."""
         local = transfer.relayout(tensor, (None,) * tensor.shape.rank, self._mesh)
         return local_shards.from_local(local, self._first(tensor), self._mesh) if self._devices > 1 else local
 
-    def counted(self, rows: list[tf.Tensor]) -> list[tf.Tensor]:
+    def with_static_rows(self, rows: list[tf.Tensor]) -> list[tf.Tensor]:
         for each in rows:
             each.set_shape((_STAND_IN, *each.shape[1:]))
         return rows
@@ -278,7 +279,7 @@ class AllExperts(OneDevice):
 
 
 class SharedExperts(AllExperts):
-    """Devices have different tokens, and different experts."""
+    """Every device computes its experts for the tokens of all devices."""
 
     def of_experts(self, value: tf.Tensor) -> list[tf.Tensor]:
         shard = local_shards.local_shard(value, self._first(value), self._mesh)
@@ -290,50 +291,51 @@ class SharedExperts(AllExperts):
 
 
 def _computed(
-    found: routes.Routes,
+    route: routes.Routes,
     tokens: tf.Tensor,
     weights: tf.Tensor,
     values: Sequence[tf.Tensor],
     expert: Expert,
-    on: OneDevice,
+    placed: ExpertsOnOneDevice,
 ) -> tf.Tensor:
     """Return the weighted sums of the experts' results, `(tokens, new width)`.
 
-    One custom gradient surrounds all local computations. It passes its arguments through one operation with its
-    results, so neither may be in a parted layout.
+    One custom gradient surrounds all local computations. TensorFlow passes the arguments and results of a custom
+    gradient through one IdentityN, so none of them may be in a parted layout.
     """
 
     def apply(tokens: tf.Tensor, weights: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-        with _scope(on):
-            given, of_experts = on.counted(found.send(on.to_local(tokens))), [on.of_experts(each) for each in values]
+        with _scope(placed):
+            given = placed.with_static_rows(route.send(placed.to_local(tokens)))
+            of_experts = [placed.of_experts(each) for each in values]
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
                 tape.watch([given, of_experts])
                 made = [
                     expert(each, list(of_one))
                     for each, of_one in zip(given, zip(*of_experts, strict=True), strict=True)
                 ]
-            on.check(made, [given, of_experts])
-            items = found.collect(made)
-            local_weights = tf.cast(on.to_local(weights), items.dtype)
-            result = on.from_local(tf.reduce_sum(items * tf.expand_dims(local_weights, -1), 1))
+            placed.check(made, [given, of_experts])
+            items = route.collect(made)
+            local_weights = tf.cast(placed.to_local(weights), items.dtype)
+            result = placed.from_local(tf.reduce_sum(items * tf.expand_dims(local_weights, -1), 1))
 
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            with _scope(on):
-                local = on.to_local(upstream)
+            with _scope(placed):
+                local = placed.to_local(upstream)
                 of_weights = tf.cast(tf.reduce_sum(items * tf.expand_dims(local, 1), 2), weights.dtype)
-                of_results = on.counted(found.send(local, local_weights))
+                of_results = placed.with_static_rows(route.send(local, local_weights))
                 of_rows, of_values = tape.gradient(
                     made,
                     [given, of_experts],
                     output_gradients=of_results,
                     unconnected_gradients=tf.UnconnectedGradients.ZERO,
                 )
-                on.check([of_rows, of_values], [given, of_experts, of_results])
-                of_tokens = tf.reduce_sum(found.collect(of_rows), 1)
+                placed.check([of_rows, of_values], [given, of_experts, of_results])
+                of_tokens = tf.reduce_sum(route.collect(of_rows), 1)
                 return (
-                    on.from_local(of_tokens),
-                    on.from_local(of_weights),
-                    *(on.gradient_of(each) for each in of_values),
+                    placed.from_local(of_tokens),
+                    placed.from_local(of_weights),
+                    *(placed.gradient_of(each) for each in of_values),
                 )
 
         return result, gradient
@@ -342,7 +344,7 @@ def _computed(
 
 
 def _constants_between(made: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the constants among the operations from some tensors to others."""
+    """Return the constants from which `made` is computed, up to `given`."""
     seen = {each.op for each in given}
     waiting, found = [each.op for each in made], []
     while waiting:
@@ -356,5 +358,5 @@ def _constants_between(made: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) ->
     return found
 
 
-def _scope(on: OneDevice) -> contextlib.AbstractContextManager[Any]:
-    return local_shards.scope() if isinstance(on, AllExperts) else contextlib.nullcontext()
+def _scope(placed: ExpertsOnOneDevice) -> contextlib.AbstractContextManager[Any]:
+    return local_shards.scope() if isinstance(placed, AllExperts) else contextlib.nullcontext()
