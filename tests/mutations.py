@@ -1044,15 +1044,15 @@ MUTATIONS = [
     Mutation(
         area="gathers in codes",
         function="tfshard.storage.steps:rounds_gathers",
-        old=" and here_.update is None\n",
+        old=" and not _private.is_in_optimizer()\n",
         new="\n",
         what="an optimizer that reads full parameters stores them rounded",
-        killed_by="tests/storage/test_gather_dtype.py::test_updates_never_round_stored_parameters[rewriting-groups]",
+        killed_by="tests/storage/test_gather_dtype.py::test_updates_never_round_stored_parameters[muon-groups]",
     ),
     Mutation(
         area="gathers in codes",
         function="tfshard.storage.rounded_writes:exact_value",
-        old="    if not _is_made_of(value, reads, ON_THE_WAY | _ELEMENTWISE):\n",
+        old="    if not _is_made_of(value, reads, ON_THE_WAY | _KEEPS_ROUNDINGS):\n",
         new="    if value is not None:\n",
         what="a step of a user's own adds to a rounded value",
         killed_by=(

@@ -18,6 +18,7 @@ import launched_roles
 import parity
 import tfshard
 from sweeps import table
+from tfshard.errors import MeshError
 from tfshard.layouts.axes import MeshAxes, Role, axis_sizes
 
 ROLES = {"outer": "data", "inner": "tensor"}
@@ -253,6 +254,14 @@ def test_a_keras_layout_map_is_taken_on_a_mesh_whose_data_axis_has_another_name(
     parallel = keras.distribution.ModelParallel(layout_map=given, batch_dim_name="outer")
     chosen = tfshard.ShardedStrategy(tfshard.create_mesh(outer=2, inner=2, roles=ROLES), parallel)
     assert chosen.layout_map["table/embeddings"].axes == ("inner", "outer")
+
+
+@pytest.mark.parametrize("sizes", [{"replica": 2, "batch": 2}, {"batch": 2, "context": 2}])
+def test_a_mesh_of_dtensor_with_a_replica_or_context_axis_is_refused(sizes):
+    tfshard.create_mesh(batch=4)  # starts DTensor
+    mesh = dtensor.create_mesh(list(sizes.items()), devices=[f"CPU:{i}" for i in range(4)], device_type="CPU")
+    with pytest.raises(MeshError, match=r"no replica axis and no context axis: .* tfshard.create_mesh\("):
+        tfshard.ShardedStrategy(mesh)
 
 
 @pytest.mark.slow

@@ -295,6 +295,7 @@ STILL = {
     "sgd": lambda: keras.optimizers.SGD(0.0),
     "lamb": lambda: keras.optimizers.Lamb(0.0),
     "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0)),
+    "muon": lambda: keras.optimizers.Muon(0.0, weight_decay=0.1),
 }
 
 
@@ -366,6 +367,97 @@ def test_a_step_that_writes_back_what_it_rounded_is_refused(grouping):
     before = np.array(kernel.numpy())
     strategy.run(train)
     assert 0 < np.abs(kernel.numpy() - before).max() < 0.1
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("grouping", ["alone", "groups"])
+def test_copies_of_other_variables_are_exact(grouping):
+    model, strategy = compiled(Case(analyzer={"alone": ALONE, "groups": GROUPS}[grouping]), "int8")
+    with strategy.scope():
+        target = mlp()
+    pairs = list(zip(model.trainable_variables, target.trainable_variables, strict=True))
+
+    @tf.function
+    def copy():
+        for source, copied in pairs[1:]:
+            copied.assign(source)
+        (source, copied), read = pairs[0], tf.identity(pairs[0][0].value)
+        tf.cond(tf.reduce_all(source == source), lambda: (copied.assign(read), 0)[1], lambda: 0)
+
+    strategy.run(copy)
+    for source, copied in pairs:
+        np.testing.assert_array_equal(copied.numpy(), source.numpy(), err_msg=source.path)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("grouping", ["alone", "groups"])
+def test_a_copy_has_the_value_at_its_read(grouping):
+    model, strategy = compiled(Case(analyzer={"alone": ALONE, "groups": GROUPS}[grouping]), "int8")
+    with strategy.scope():
+        early, late = mlp().layers[0].kernel, mlp().layers[0].kernel
+    kernel = model.layers[0].kernel
+    before = np.array(kernel.numpy())
+
+    @tf.function
+    def step():
+        read = tf.identity(kernel.value)
+        kernel.assign_add(tf.ones(kernel.shape))
+        early.assign(read)
+        late.assign(kernel)
+        other = model.layers[1].kernel
+        read = tf.identity(other.value)
+        other.assign_add(tf.ones(other.shape))
+        other.assign(read - 0.5)
+
+    other = np.array(model.layers[1].kernel.numpy())
+    strategy.run(step)
+    np.testing.assert_array_equal(early.numpy(), before)
+    np.testing.assert_array_equal(late.numpy(), kernel.numpy())
+    np.testing.assert_array_equal(kernel.numpy(), before + 1)
+    np.testing.assert_allclose(model.layers[1].kernel.numpy(), other - 0.5, rtol=1e-6)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("way", ["branch", "loop", "product"])
+def test_a_rounded_value_is_refused_behind(way):
+    model, strategy = compiled(Case(), "int8")
+    kernel = model.get_layer("hidden_96").kernel
+
+    @tf.function
+    def step(is_halved):
+        value = kernel.value.value()
+        if way == "branch":
+            value = tf.cond(is_halved, lambda: 0.5 * value, lambda: 0.9 * value)
+        elif way == "loop":
+            _, value = tf.while_loop(lambda i, _: i < 2, lambda i, each: (i + 1, 0.9 * each), (0, value))
+        else:
+            value = tf.matmul(value, tf.eye(96))
+        kernel.assign(value)
+
+    with pytest.raises(StrategyError, match="gather_dtype"):
+        strategy.run(step, args=(tf.constant(True),))
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("way", ["assign_sub", "assign"])
+def test_steps_of_a_regularized_loss_are_exact_sums(way):
+    model, strategy = compiled(Case(), "int8")
+    kernel = model.get_layer("hidden_96").kernel
+    exact = np.array(kernel.numpy())
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(kernel**2)
+        gradient = tape.gradient(loss, kernel)
+        if way == "assign":
+            kernel.assign(kernel - 0.25 * gradient)
+        else:
+            kernel.assign_sub(0.25 * gradient)
+
+    in_codes = rounded(weights_of(model), model)[kernel.path]
+    strategy.run(step)
+    np.testing.assert_allclose(kernel.numpy(), exact - 0.5 * in_codes, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow

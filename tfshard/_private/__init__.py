@@ -98,6 +98,7 @@ from tfshard._private.functions import (
 )
 from tfshard._private.graphs import (
     TRACKING_ATTRIBUTE,
+    branch_results,
     called_function,
     calls_functions,
     captured,
@@ -217,6 +218,7 @@ from tfshard._private.variables import (
     backend_variable,
     global_seed_generator,
     initializer_of,
+    is_in_optimizer,
     is_resource_variable,
     is_seed_state,
     placeholder_variable,
@@ -282,6 +284,7 @@ __all__ = [
     "call_stablehlo",
     "called_function",
     "calls_functions",
+    "branch_results",
     "can_shard_convolution",
     "captured",
     "captured_placeholders",
@@ -338,6 +341,7 @@ __all__ = [
     "is_called_by",
     "is_convolution",
     "is_eager",
+    "is_in_optimizer",
     "is_expert_bank",
     "is_of_arrays",
     "is_resource_variable",

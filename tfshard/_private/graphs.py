@@ -161,6 +161,12 @@ def captured(placeholder: tf.Tensor) -> tf.Tensor | None:
     return next((outer for outer, inner in pairs if inner is placeholder), None)
 
 
+def branch_results(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Return what the branches of a `tf.cond` give for its result (`If._true_graph` and `_false_graph`)."""
+    graphs = (getattr(tensor.op, name, None) for name in ("_true_graph", "_false_graph"))
+    return [graph.outputs[tensor.value_index] for graph in graphs if graph is not None]
+
+
 def captured_placeholders(graph: tf.Graph) -> set[Hashable]:
     """Return references to the `FuncGraph` placeholders that capture outer tensors (`captures`)."""
     return {inner.ref() for _, inner in getattr(graph, "captures", ())}

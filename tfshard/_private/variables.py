@@ -22,6 +22,11 @@ def scope_callers() -> list[Any]:
     return [entry.caller for entry in stack if entry.caller is not None]
 
 
+def is_in_optimizer() -> bool:
+    """Return whether a Keras optimizer's `apply` is open: it opens a name scope (`BaseOptimizer.apply`)."""
+    return any(isinstance(caller, keras.optimizers.Optimizer) for caller in scope_callers())
+
+
 @contextlib.contextmanager
 def abstract_scope(refuse: Callable[..., Any]) -> Iterator[list[keras.Variable]]:
     """Create Keras variables with a shape and dtype but no value inside the context, unless a value is given.

@@ -362,4 +362,11 @@ def _axes_of(name: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> MeshA
             data = next(name for name, role in roles_of(axes, roles).items() if role is Role.DATA)
             axes = {**axes, data: axes[data] // int(contexts), context: int(contexts)}
             roles = {**({} if roles is None else roles), context: Role.CONTEXT}
-    return MeshAxes.of(axes, roles)
+    made = MeshAxes.of(axes, roles)
+    if tuple(made.items()) != tuple(zip(names, sizes, strict=True)):
+        created = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise MeshError(
+            "A DTensor mesh has no replica axis and no context axis: in tfshard, the data axis spans their devices. "
+            f"Create the mesh with tfshard.create_mesh({created}). Received: a mesh with the axes {axes}"
+        )
+    return made

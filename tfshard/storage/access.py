@@ -173,7 +173,10 @@ class InStep:
         return self._read(variable) if kind is None else self._read_of_kind(variable, kind)
 
     def _read(self, variable: VariableView) -> tf.Tensor:
-        return variable.full()
+        value = variable.full()
+        if self._step is not None and variable.storage.is_read_rounded(variable.member):
+            self._step.reads.note_rounded(variable, value)
+        return value
 
     def _read_of_kind(self, variable: VariableView, kind: PartialKind) -> tf.Tensor:
         if self._step is None:

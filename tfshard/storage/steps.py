@@ -90,6 +90,7 @@ class ReadLog:
         # The variable of each read, so that its id stays valid, and the tensor or handle.
         self._last: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
         self._sources: dict[int, tuple[tf.Variable, tf.Tensor]] = {}
+        self._rounded: dict[Hashable, tf.Variable] = {}
 
     def gathered(self, graph: tf.Graph | None) -> Gathered:
         """Return the values that the step has gathered in a graph, or in eager code (None)."""
@@ -109,6 +110,14 @@ class ReadLog:
         _, read = self._last.get(id(variable), (None, None))
         graph = getattr(read, "graph", None)  # The handle of a buffer, and eager tensors, have none.
         return read if graph is None or graph in graphs_out_to(self._graph) else None
+
+    def note_rounded(self, variable: tf.Variable, value: tf.Tensor) -> None:
+        """Record a value of a variable that was gathered in codes."""
+        self._rounded[value.ref()] = variable
+
+    def rounded(self, value: tf.Tensor) -> tf.Variable | None:
+        """Return the variable that `note_rounded` has recorded with a value."""
+        return self._rounded.get(value.ref())
 
     def set_source(self, variable: tf.Variable, source: tf.Tensor) -> None:
         """Set the tensor that tapes differentiate by in all reads of a variable from here on."""
@@ -370,13 +379,13 @@ def here() -> tf.Graph | None:
 def rounds_gathers() -> bool:
     """Return whether reads gather variables in codes, where their layouts say so.
 
-    The forward and backward pass of a traced step gather in codes. Eager steps read exactly. Optimizers' updates also
-    read exactly, because they write the variables that they read.
+    The forward and backward pass of a traced step gather in codes. Eager steps read exactly. Optimizers also read
+    exactly, in updates and outside of them (weight decay of Muon), because they write the variables that they read.
     """
     step, here_ = current(), context()
-    if step is None or step.graph is None or here_.reads_exactly:
+    if step is None or step.graph is None or not step.rounds_gathers or here_.reads_exactly:
         return False
-    return step.rounds_gathers and here_.update is None
+    return here_.update is None and not _private.is_in_optimizer()
 
 
 def exact_reads() -> contextlib.AbstractContextManager[None]:

@@ -384,6 +384,10 @@ class Storage:
             return recorded.base
         return self.format.pack(recorded.written, functools.partial(self._member, recorded))
 
+    def value_before_writes(self, member: int) -> tf.Tensor:
+        """Return the value of a member at the begin of the open step."""
+        return self._member(None, member)
+
     def full_value(self, member: int) -> tf.Tensor:
         """Return the full value of a member. The tensor is the same object until the next write.
 
@@ -453,6 +457,12 @@ class Storage:
         """
         is_written = recorded is not None and recorded.base is not None
         return None if is_written or not steps.rounds_gathers() else self.format.codes
+
+    def is_read_rounded(self, member: int) -> bool:
+        """Return whether the current context rounds a read of a member."""
+        recorded = self.recorded()
+        is_written = recorded is not None and member in recorded.written
+        return not is_written and self.codes(recorded) is not None
 
     def _written(self, value: tf.Tensor, member: int) -> tf.Tensor:
         """Return the value that was written to a member, as a read gives it. No gradient flows back through an

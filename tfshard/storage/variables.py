@@ -463,17 +463,16 @@ class ShardedVariable(VariableSurface):
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> "ShardedVariable":
-        return self.assign(self._exact_value() + self._like_value(delta))
+        delta = self._like_value(delta)
+        with steps.exact_reads():
+            return self.assign(self.value() + delta)
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> "ShardedVariable":
-        return self.assign(self._exact_value() - self._like_value(delta))
-
-    def _exact_value(self) -> tf.Tensor:
-        """Return the exact value. A step must not write a rounded read back (rounded_writes.py)."""
+        delta = self._like_value(delta)
         with steps.exact_reads():
-            return self.value()
+            return self.assign(self.value() - delta)
 
     def _like_value(self, delta: Any) -> tf.Tensor:
         if steps.is_outside():
