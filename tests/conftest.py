@@ -46,6 +46,7 @@ def pytest_collection_modifyitems(config, items):
     is_named = config.option.keyword or any("::" in each for each in config.args)
     if not (sweeps.SWEEP or is_named or {"slow", "sweep"} & set(re.findall(r"\w+", config.option.markexpr))):
         out = sweeps.left_out(items, named={mutation.killed_by for mutation in MUTATIONS})
+        config.stash[sweeps.LEFT_OUT] = out
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
         items[:] = [item for item in items if item.nodeid not in out]
     if hasattr(config, "workerinput"):

@@ -34,6 +34,9 @@ LONGEST = [
     "training/test_microbatches.py",
 ]
 
+# The tests that an ordinary run leaves out.
+LEFT_OUT = pytest.StashKey[set[str]]()
+
 Case = TypeVar("Case")
 
 

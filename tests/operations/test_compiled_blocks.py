@@ -227,6 +227,7 @@ def test_equal_blocks_share_their_programs(monkeypatch):
     assert "XLA compiles 4 of 4 blocks." in str(sharded.model.distribute_strategy.report(sharded.model))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("number", "kind", "program"), [(3, "gradient", "backward"), (2, "layer", "forward")])
 def test_verify_names_a_wrong_block(monkeypatch, number: int, kind: str, program: str):

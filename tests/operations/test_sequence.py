@@ -84,6 +84,7 @@ def test_merging_the_sequence_between_blocks_is_an_error_that_names_the_operatio
         model.compile("sgd", "mse", strategy=strategy("model4", 0))
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_with_a_sequence_in_shards_match_one_device():
     def build():
         keras.utils.set_random_seed(0)

@@ -39,7 +39,10 @@ class FakeStorage:
     @property
     def format(self):
         return types.SimpleNamespace(
-            storage=self.axes, is_gathered=any(self.axes), gathered_elements=self.variable.shape.num_elements()
+            storage=self.axes,
+            is_gathered=any(self.axes),
+            gathered_elements=self.variable.shape.num_elements(),
+            codes=None,
         )
 
     @property

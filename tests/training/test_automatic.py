@@ -206,6 +206,7 @@ def test_a_model_that_its_first_batch_builds_has_the_weights_of_plain_keras():
     assert_alike(model, losses, plain, [plain.train_on_batch(X, Y)[0] for _ in range(2)])
 
 
+@pytest.mark.slow
 def test_an_evaluation_chooses_and_training_on_a_larger_batch_chooses_again():
     rows = np.tile(X, (8, 1)), np.tile(Y, 8)
     model, plain = made(strategy="auto"), made()

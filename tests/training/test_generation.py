@@ -230,6 +230,7 @@ class EqualGPT2(keras_hub.models.GPT2CausalLM):
         return 0
 
 
+@pytest.mark.slow
 def test_equal_models_generate_what_each_generates_on_one_device():
     def models():
         for number in range(2):

@@ -53,7 +53,7 @@ def compiled(mesh, *, stage=0, faulty=False, **options) -> keras.Model:
     return model
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_gradients_of_a_correct_model_pass_and_its_state_stays(mesh, stage):

@@ -182,6 +182,7 @@ def gemma() -> keras.Model:
     return keras.Model(body.input, body.token_embedding(body.output, reverse=True))
 
 
+@pytest.mark.slow
 def test_a_backbone_trains_under_its_own_layout_map():
     rs = np.random.RandomState(0)
     tokens = rs.randint(0, VOCABULARY, (ROWS, STEPS))
@@ -504,7 +505,7 @@ assert (core.Variable._initialize, keras.Model.save) == before[1:]
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("case", _FRESH)
 def test_devices_start_when_they_are_first_asked_for(case):
     script = f"""

@@ -135,6 +135,7 @@ def test_the_context_of_a_replica_reduces_gathers_and_updates():
     assert float(count) == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_keras_tuner_searches_with_a_strategy(tmp_path):
     """Searches with `distribution_strategy=`, and with models compiled with `strategy=`."""

@@ -158,6 +158,7 @@ def ends_while_the_lock_is_held(call) -> bool:
     return ended
 
 
+@pytest.mark.slow
 def test_a_plain_function_with_the_name_of_a_step_does_not_wait_for_steps():
     strategy = tfshard.ShardedStrategy(tfshard.create_mesh(batch=4))
     with strategy.scope():

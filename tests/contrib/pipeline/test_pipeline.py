@@ -207,6 +207,7 @@ def nested():
     return keras.Model(inputs, layers.Dense(3, activation="softmax", name="top")(hidden))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "stages"), [(mlp, ["dense_2"]), (nested, ["up_2"])])
 def test_blocks_of_a_pipelined_model_are_recomputed_with_the_same_numbers(build, stages):
     keras.utils.set_random_seed(0)
