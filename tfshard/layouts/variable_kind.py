@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from tfshard.errors import StrategyError
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.layout_map import LayoutMap, VariableSpec
 
@@ -59,6 +60,15 @@ class VariableKind(abc.ABC):
     def check_used(self, paths: Sequence[str]) -> None:
         """Raise `StrategyError` if the option names variables that are not among the paths of a model."""
 
+    def check_patterns(self, patterns: Sequence[str], paths: Sequence[str]) -> None:
+        """Raise `StrategyError` if one of the option's patterns matches no path of a model."""
+        unmatched = [each for each in patterns if not any(re.fullmatch(each, path) for path in paths)]
+        if unmatched:
+            raise StrategyError(
+                f"Patterns of {self.option_name}= match no variable: {unmatched}. A pattern must match the full path "
+                f"(re.fullmatch). First variable paths: {sorted(paths)[:12]}"
+            )
+
     # --- how devices store a variable
 
     @property
@@ -78,6 +88,26 @@ class VariableKind(abc.ABC):
             axes: The mesh.
             slot_dtype: The dtype in which the slots would be stored; None for the dtype of the slots.
         """
+
+    def check_batch_axis(self, subject: str, variable: str, axes: MeshAxes) -> None:
+        """Raise `StrategyError` if a mesh has no batch axis, or replicas.
+
+        Args:
+            subject: The variables of the kind, at the begin of a sentence.
+            variable: The variable, in words.
+            axes: The mesh.
+        """
+        if axes.data is None:
+            raise StrategyError(
+                f"{subject} are sharded over the batch axis, but the mesh has no batch axis. Add batch=... to "
+                f"create_mesh(). Received: mesh={axes.given} for {variable}"
+            )
+        if axes.replicas > 1:
+            raise StrategyError(
+                f"{subject} are sharded over all devices of the batch axis, which a mesh with replicas does not allow. "
+                f"Use a mesh without an axis of replicas, or leave out {self.option_name}=. "
+                f"Received: mesh={axes.given} for {variable}"
+            )
 
     # --- how steps use a variable
 

@@ -1,7 +1,6 @@
 """TableKind: variables that are stored sharded by rows, and that a step reads and updates by rows."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -56,12 +55,7 @@ class TableKind(PartialKind):
         return self.tables.matches_path(path)
 
     def check_used(self, paths: Sequence[str]) -> None:
-        unmatched = [each for each in self.tables.patterns if not any(re.fullmatch(each, path) for path in paths)]
-        if unmatched:
-            raise StrategyError(
-                f"Patterns of tables= match no variable: {unmatched}. A pattern must match the full path "
-                f"(re.fullmatch). First variable paths: {sorted(paths)[:12]}"
-            )
+        self.check_patterns(self.tables.patterns, paths)
 
     def check_variable(
         self, spec: VariableSpec, rule: tuple[str, Sequence[str | None]] | None, axes: MeshAxes, slot_dtype: str | None
@@ -71,17 +65,7 @@ class TableKind(PartialKind):
                 "An embedding table must be a float32 matrix with a row for each id. Correct the patterns of "
                 f"tables=. Received: '{spec.path}' of shape={spec.shape}, dtype={spec.dtype}"
             )
-        if axes.data is None:
-            raise StrategyError(
-                "Embedding tables are sharded over the batch axis, but the mesh has no batch axis. Add batch=... to "
-                f"create_mesh(). Received: mesh={axes.given} for table '{spec.path}'"
-            )
-        if axes.replicas > 1:
-            raise StrategyError(
-                "Embedding tables are sharded over all devices of the batch axis, which a mesh with replicas does not "
-                "allow. Use a mesh without an axis of replicas, or leave out tables=. "
-                f"Received: mesh={axes.given} for table '{spec.path}'"
-            )
+        self.check_batch_axis("Embedding tables", f"table '{spec.path}'", axes)
         if slot_dtype is not None:
             raise StrategyError(
                 "Slots of embedding tables are stored in float32. Name the tables before other patterns: "

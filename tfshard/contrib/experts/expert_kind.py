@@ -78,12 +78,7 @@ class ExpertKind(VariableKind):
                     f"experts=True. First variable paths: {sorted(paths)[:12]}"
                 )
             return
-        unmatched = [each for each in self.patterns if not any(re.fullmatch(each, path) for path in paths)]
-        if unmatched:
-            raise StrategyError(
-                f"Patterns of experts= match no variable: {unmatched}. A pattern must match the full path "
-                f"(re.fullmatch). First variable paths: {sorted(paths)[:12]}"
-            )
+        self.check_patterns(self.patterns, paths)
 
     def check_variable(
         self, spec: VariableSpec, rule: tuple[str, Sequence[str | None]] | None, axes: MeshAxes, slot_dtype: str | None
@@ -93,17 +88,7 @@ class ExpertKind(VariableKind):
                 f"A variable of experts= must belong to a layer that sends tokens to experts: {_LAYERS}. Correct the "
                 f"patterns. Received: '{spec.path}' of layer '{spec.layer.name}' (of type {type(spec.layer).__name__})"
             )
-        if axes.data is None:
-            raise StrategyError(
-                "Experts are sharded over the batch axis, but the mesh has no batch axis. Add batch=... to "
-                f"create_mesh(). Received: mesh={axes.given} for '{spec.path}'"
-            )
-        if axes.replicas > 1:
-            raise StrategyError(
-                "Experts are sharded over all devices of the batch axis, which a mesh with replicas does not allow. "
-                "Use a mesh without an axis of replicas, or leave out experts=. "
-                f"Received: mesh={axes.given} for '{spec.path}'"
-            )
+        self.check_batch_axis("Experts", f"'{spec.path}'", axes)
         count = spec.shape[0] if spec.shape else 0
         if not count or count % axes.data_size:
             raise StrategyError(
