@@ -6,6 +6,7 @@ decides the layouts of a model, once.
     axes               names, sizes and roles of the axes of a mesh
     layout_map         path patterns to axes, columns and rows
     variable_kind      `VariableKind`: an extension point for variables that no device reads in full
+    option_checks      checks that several options share
     config             every setting of a strategy: `ShardingConfig`, `ZeroStage`, and the policies
     variable_layout    a variable's spec to its `VariableLayout`; `FlatForm`, the padded form
     shard_rows         an array with a row for each shard

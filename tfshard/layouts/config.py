@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfshard.errors import StrategyError
-from tfshard.layouts import variable_kind
+from tfshard.layouts import option_checks, variable_kind
 from tfshard.layouts.axes import MeshAxes
 from tfshard.layouts.dtype_rules import DtypeByPath
 from tfshard.layouts.gather_dtypes import GatherDtypes
@@ -254,11 +254,7 @@ class AttentionChoice(enum.Enum):
         Raises:
             StrategyError: No choice has the name.
         """
-        found = next((each for each in cls if each.value == attention), None)
-        if found is None:
-            names = tuple(each.value for each in cls)
-            raise StrategyError(f"attention must be one of {names}. Received: attention={attention!r}")
-        return found
+        return option_checks.choice(cls, "attention", attention)
 
 
 class ContextAttention(enum.Enum):
@@ -279,13 +275,7 @@ class ContextAttention(enum.Enum):
         Raises:
             StrategyError: No choice has the name.
         """
-        found = next((each for each in cls if each.value == context_attention), None)
-        if found is None:
-            names = tuple(each.value for each in cls)
-            raise StrategyError(
-                f"context_attention must be one of {names}. Received: context_attention={context_attention!r}"
-            )
-        return found
+        return option_checks.choice(cls, "context_attention", context_attention)
 
 
 AUTO_CHUNKS = "auto"

@@ -13,7 +13,7 @@ from tfshard import tables
 from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.model_specs import ModelOrSpecs, OptimizerLike, SlotSpec
-from tfshard.layouts import gradient_reduction, variable_layout
+from tfshard.layouts import gradient_reduction, option_checks, variable_layout
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, PIPELINE_AXIS, REPLICA_AXIS, MeshAxes
 from tfshard.layouts.config import Microbatches, Precision, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.dtype_rules import DtypeByPath
@@ -275,10 +275,8 @@ def advise(
         memory_per_device = tables.parse_size("memory_per_device", memory_per_device)
     except ValueError as error:
         raise StrategyError(str(error)) from None
-    numbers = {"devices": devices, "batch": batch}
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise StrategyError(f"{name} must be a positive integer. Received: {name}={number!r}")
+    option_checks.positive_integer("devices", devices)
+    option_checks.positive_integer("batch", batch)
     on = None if machine is None else Machine.from_any(machine)
     known = Links.from_any(links) if links is not None else None if on is None else on.links
     if known is not None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tfshard.errors import StrategyError
-from tfshard.layouts import gradient_reduction
+from tfshard.layouts import gradient_reduction, option_checks
 from tfshard.layouts.axes import MeshAxes
 from tfshard.planning.variable_traffic import Collective
 
@@ -104,10 +104,7 @@ class Links:
         Raises:
             StrategyError: The number of devices is not a positive integer.
         """
-        if isinstance(devices_per_host, bool) or not isinstance(devices_per_host, int) or devices_per_host < 1:
-            raise StrategyError(
-                f"devices_per_host must be a positive integer. Received: devices_per_host={devices_per_host!r}"
-            )
+        option_checks.positive_integer("devices_per_host", devices_per_host)
         to_others = {} if between is None else dict.fromkeys(KINDS, between)
         return cls(
             devices_per_host=devices_per_host,

@@ -17,6 +17,7 @@ from tfshard import _private, tables
 from tfshard.devices import clients, device_memory, startup
 from tfshard.errors import DeviceMemoryError, StrategyError
 from tfshard.graph import inventory
+from tfshard.layouts import option_checks
 from tfshard.layouts.axes import axis_sizes
 from tfshard.storage.storage import Storage
 from tfshard.storage.variables import ShardedVariable
@@ -83,9 +84,8 @@ def find_batch_size(
         raise StrategyError(
             f"find_batch_size trains the model, so compile it first. Received: model={model!r}, which is not compiled"
         )
-    for name, number in {"max_batch_size": max_batch_size, "steps": steps}.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise StrategyError(f"{name} must be a positive integer. Received: {name}={number!r}")
+    option_checks.positive_integer("max_batch_size", max_batch_size)
+    option_checks.positive_integer("steps", steps)
     if clients.here().count > 1:
         raise StrategyError(
             "find_batch_size runs in one process: if one client of a launched run is out of memory, the others wait "

@@ -9,6 +9,7 @@ from keras import ops
 
 from tfshard.contrib.experts import parallel_experts
 from tfshard.errors import ShardingError
+from tfshard.layouts import option_checks
 
 
 @keras.saving.register_keras_serializable(package="tfshard")
@@ -92,9 +93,9 @@ class MixtureOfExperts(keras.layers.Layer):  # type: ignore[misc]
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.num_experts = _positive("num_experts", num_experts)
-        self.hidden_dim = _positive("hidden_dim", hidden_dim)
-        self.top_k = _positive("top_k", top_k)
+        self.num_experts = option_checks.positive_integer("num_experts", num_experts, ShardingError)
+        self.hidden_dim = option_checks.positive_integer("hidden_dim", hidden_dim, ShardingError)
+        self.top_k = option_checks.positive_integer("top_k", top_k, ShardingError)
         if top_k > num_experts:
             raise ShardingError(
                 f"top_k must be at most num_experts. Received: top_k={top_k}, num_experts={num_experts}"
@@ -259,12 +260,6 @@ class _ForEachExpert(keras.initializers.Initializer):  # type: ignore[misc]
         made = copy.copy(self._initializer)
         made.seed = seed + self._first + number
         return made
-
-
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ShardingError(f"{name} must be a positive integer. Received: {name}={value!r}")
-    return value
 
 
 def _is_number(value: Any, *, least: float) -> bool:

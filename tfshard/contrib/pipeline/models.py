@@ -18,6 +18,7 @@ from tfshard.contrib.pipeline.pipeline import Pipeline
 from tfshard.devices import clients, messages, process_lock, transfer
 from tfshard.errors import StrategyError
 from tfshard.graph import inventory
+from tfshard.layouts import option_checks
 from tfshard.operations import blocks
 from tfshard.training import decisions, failures
 from tfshard.training.attached_variables import attach_global_seed, attach_variables
@@ -318,8 +319,7 @@ def pipeline(
         raise StrategyError(f"pipeline takes a keras.Model. Received: {model!r} (of type {type(model)})")
     if schedule not in schedules.NAMES:
         raise StrategyError(f"Unknown schedule. Schedules: {schedules.NAMES}. Received: schedule={schedule!r}")
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise StrategyError(f"microbatches must be a positive integer. Received: microbatches={microbatches!r}")
+    option_checks.positive_integer("microbatches", microbatches)
     if _private.distribute_strategy(model) is not None:
         raise StrategyError(
             f"Model '{model.name}' is already compiled under a strategy. Cut a model before you compile "

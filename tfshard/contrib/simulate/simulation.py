@@ -17,6 +17,7 @@ from tfshard.errors import LayoutError, StrategyError
 from tfshard.graph import auto_layout, model_graph, model_specs
 from tfshard.graph.flops import training_flops
 from tfshard.graph.model_specs import OptimizerLike
+from tfshard.layouts import option_checks
 from tfshard.layouts.axes import BATCH_AXIS, MODEL_AXIS, PIPELINE_AXIS, REPLICA_AXIS, MeshAxes
 from tfshard.layouts.config import Microbatches, ReshardPolicy, ShardingConfig, ZeroStage
 from tfshard.layouts.layout_map import LayoutMap
@@ -263,11 +264,6 @@ def _rows(most: int) -> list[int]:
     return found
 
 
-def _check_count(name: str, number: Any) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise StrategyError(f"{name} must be a positive integer. Received: {name}={number!r}")
-
-
 class CannotBeError(Exception):
     """The reason why a step on a mesh is impossible."""
 
@@ -302,7 +298,7 @@ class Simulator:
         zero_stages: Sequence[int] = (3,),
         reshard_after_forward: bool | str | Sequence[str] = True,
     ):
-        _check_count("batch", batch)
+        option_checks.positive_integer("batch", batch)
         if not isinstance(model, keras.Model):
             raise StrategyError(
                 "A simulation needs a keras.Model, because it reads the model's graph. Received: "
@@ -341,7 +337,7 @@ class Simulator:
         """Find the quickest steps on a machine, by number of devices, as `simulate` does."""
         machine, counts = Machine.from_any(machine), list(devices)
         for count in counts:
-            _check_count("devices", count)
+            option_checks.positive_integer("devices", count)
             machine.links.check_devices(count)
         has_model_axis = self._automatic or any(MODEL_AXIS in rule.axes for rule in self._layout_map.values())
         best: dict[int, Prediction | None] = {}

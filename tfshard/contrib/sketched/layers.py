@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from tfshard.errors import ShardingError, warn
+from tfshard.layouts import option_checks
 
 
 @keras.saving.register_keras_serializable(package="tfshard")
@@ -99,9 +100,9 @@ class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
         **kwargs: Any,
     ):
         super().__init__(activity_regularizer=activity_regularizer, **kwargs)
-        self.units = _positive("units", units)
-        self.sketch_size = _positive("sketch_size", sketch_size)
-        self.num_sketches = _positive("num_sketches", num_sketches)
+        self.units = option_checks.positive_integer("units", units, ShardingError)
+        self.sketch_size = option_checks.positive_integer("sketch_size", sketch_size, ShardingError)
+        self.num_sketches = option_checks.positive_integer("num_sketches", num_sketches, ShardingError)
         self.activation = keras.activations.get(activation)
         self.use_bias = use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
@@ -199,9 +200,3 @@ class SketchedDense(keras.layers.Layer):  # type: ignore[misc]
             "bias_constraint": keras.constraints.serialize(self.bias_constraint),
             "seed": self.seed,
         }
-
-
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ShardingError(f"{name} must be a positive integer. Received: {name}={value!r}")
-    return value
