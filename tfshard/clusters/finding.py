@@ -99,14 +99,8 @@ def outside_clusters() -> Iterator[None]:
     ...     os.environ["TFSHARD_CLUSTER"]
     'none'
     """
-    if CHOICE in os.environ:
+    with variables.temporary(**{CHOICE: os.environ.get(CHOICE, NONE)}):
         yield
-        return
-    os.environ[CHOICE] = NONE
-    try:
-        yield
-    finally:
-        del os.environ[CHOICE]
 
 
 def findings(environment: Mapping[str, str]) -> list[SystemFinding]:

@@ -1,13 +1,38 @@
-"""Read environment variables. An error names the variable, the choices and the remedy."""
+"""Read and set environment variables. An error names the variable, the choices and the remedy."""
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tfshard.errors import ClusterError
 
 # How to run alone where a cluster's variables are set.
 ALONE = "To ignore the cluster and run alone, set TFSHARD_CLUSTER=none."
+
+
+@contextlib.contextmanager
+def temporary(**values: str) -> Iterator[None]:
+    """Set environment variables, and restore them at the end.
+
+    Example:
+
+    >>> import os
+    >>> with temporary(TFSHARD_CLUSTER="none"):
+    ...     os.environ["TFSHARD_CLUSTER"]
+    'none'
+    """
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def integer(environment: Mapping[str, str], name: str, system: str, *, least: int = 0, below: int | None = None) -> int:

@@ -22,6 +22,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfshard import _private
+from tfshard.clusters import variables
 
 _FLAGS = "TF_XLA_FLAGS"
 _OPTION = "--tf_xla_persistent_cache_directory"
@@ -55,15 +56,9 @@ def share() -> None:
     except OSError:
         return  # Each device compiles.
     atexit.register(_remove, directory, os.getpid())
-    os.environ[_FLAGS] = " ".join([*filter(None, [before]), f"{_OPTION}={directory}"])
-    try:
+    # A process that the script starts makes another directory.
+    with variables.temporary(**{_FLAGS: " ".join([*filter(None, [before]), f"{_OPTION}={directory}"])}):
         tf.config.list_physical_devices()
-    finally:
-        # A process that the script starts makes another directory.
-        if before is None:
-            del os.environ[_FLAGS]
-        else:
-            os.environ[_FLAGS] = before
     _is_shared = True
 
 

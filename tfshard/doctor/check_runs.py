@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from tfshard.clusters import variables
 from tfshard.command_line import DEFAULT_PORT
 from tfshard.doctor.check_list import PlannedCheck, processes_of
 from tfshard.doctor.check_log import LOG_FILE, CheckRequest
@@ -163,14 +164,9 @@ _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 @contextlib.contextmanager
 def _environment(check: PlannedCheck) -> Iterator[None]:
     """Set the environment for the processes of a check."""
-    is_set = _ONEDNN in os.environ
-    if check.traces_memory and not is_set:
-        os.environ[_ONEDNN] = "1"
-    try:
+    given = {_ONEDNN: os.environ.get(_ONEDNN, "1")} if check.traces_memory else {}
+    with variables.temporary(**given):
         yield
-    finally:
-        if not is_set:
-            os.environ.pop(_ONEDNN, None)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 import cloudpickle
 
+from tfshard.clusters import variables
 from tfshard.clusters.finding import CHOICE, NONE
 from tfshard.devices import clients
 from tfshard.errors import ClientError, LaunchError
@@ -107,18 +108,10 @@ def _received() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     """Let the new processes import the package that this process has imported, and ignore a cluster around it."""
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", CHOICE)}
     package = str(pathlib.Path(__file__).resolve().parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (package, before["PYTHONPATH"])))
-    os.environ[CHOICE] = NONE
-    try:
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    with variables.temporary(PYTHONPATH=path, **{CHOICE: NONE}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _failure(folder: pathlib.Path, code: int) -> ClientError:
